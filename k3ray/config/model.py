@@ -1,0 +1,112 @@
+"""`ModelConfig`: a K3-shaped model, with the release's own field names.
+
+The release nests a text config and a vision config in one `config.json`; so do we. What follows
+from other fields (the kind of every layer, which layers hold experts) is a property, never a
+field. Source: the release's config.json and `architecture.md` section 1.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from k3ray.config.base import Strict
+
+
+class LayerKind(StrEnum):
+    """Attention kind of a decoder layer."""
+
+    KDA = "kda"
+    MLA = "mla"
+
+
+class LinearAttnConfig(Strict):
+    """Kimi Delta Attention sizes; `full_attn_layers` holds the 1-based MLA layers."""
+
+    num_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    short_conv_kernel_size: int = Field(default=4, gt=1)
+    use_full_rank_gate: bool = True
+    gate_lower_bound: float = Field(default=-5.0, lt=0.0)
+    full_attn_layers: tuple[int, ...]
+
+
+class TextConfig(Strict):
+    """The language model (`text_config` of the release)."""
+
+    vocab_size: int = Field(gt=256)
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0)
+    num_key_value_heads: int = Field(gt=0)
+    max_position_embeddings: int = Field(gt=0)
+    q_lora_rank: int = Field(gt=0)
+    kv_lora_rank: int = Field(gt=0)
+    qk_nope_head_dim: int = Field(gt=0)
+    qk_rope_head_dim: int = Field(gt=0)
+    v_head_dim: int = Field(gt=0)
+    num_experts: int = Field(gt=0)
+    num_experts_per_token: int = Field(gt=0)
+    num_shared_experts: int = Field(gt=0)
+    moe_intermediate_size: int = Field(gt=0)
+    routed_expert_hidden_size: int = Field(gt=0)
+    routed_scaling_factor: float = 1.0
+    first_k_dense_replace: int = Field(default=1, ge=0)
+    moe_layer_freq: int = Field(default=1, ge=1)
+    activation_situ_beta: float = 4.0
+    activation_situ_linear_beta: float | None = 25.0
+    attn_res_block_size: int = Field(gt=0)
+    rms_norm_eps: float = Field(default=1e-5, gt=0)
+    initializer_range: float = Field(default=0.02, gt=0)
+    bos_token_id: int = Field(ge=0)
+    eos_token_id: int = Field(ge=0)
+    pad_token_id: int = Field(ge=0)
+    linear_attn_config: LinearAttnConfig
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.num_experts_per_token > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_token ({self.num_experts_per_token}) exceeds num_experts "
+                f"({self.num_experts}): lower the first or raise the second"
+            )
+        full = self.linear_attn_config.full_attn_layers
+        if any(not 1 <= layer <= self.num_hidden_layers for layer in full):
+            raise ValueError(
+                f"linear_attn_config.full_attn_layers {full} must be 1-based layers within "
+                f"num_hidden_layers ({self.num_hidden_layers})"
+            )
+        return self
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Attention kind of each layer, index 0-based."""
+        full = frozenset(self.linear_attn_config.full_attn_layers)
+        return tuple(
+            LayerKind.MLA if index + 1 in full else LayerKind.KDA
+            for index in range(self.num_hidden_layers)
+        )
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """0-based layers whose feed-forward is a LatentMoE (the others are dense)."""
+        return tuple(
+            index
+            for index in range(self.num_hidden_layers)
+            if index >= self.first_k_dense_replace and index % self.moe_layer_freq == 0
+        )
+
+    @property
+    def special_token_base(self) -> int:
+        """First id of the 256 special-token slots at the end of the vocabulary."""
+        return self.vocab_size - 256
+
+
+class ModelConfig(Strict):
+    """A whole K3-shaped model; `vision_config` stays opaque until vision is computed."""
+
+    model_type: str = "kimi_k3"
+    text_config: TextConfig
