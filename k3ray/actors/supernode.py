@@ -1,0 +1,235 @@
+"""Bringing a supernode up, reaching it, and taking it down: the driver side.
+
+`ensure_up` is idempotent: the first caller (the command or a job) starts Ray where needed and
+creates the controller, everybody else connects. `down` ends all of it and reaps orphans. One lock
+file per home makes the two exclude each other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from k3ray.actors.local_ray import (
+    ClusterInfo,
+    cluster_environment,
+    is_running,
+    start_local_ray,
+    stop_local_ray,
+)
+from k3ray.actors.specs import CONTROLLER_NAME, NAMESPACE
+from k3ray.clock import Deadline
+from k3ray.config.cluster import LocalClusterConfig
+from k3ray.config.home import Home
+from k3ray.config.load import config_digest
+from k3ray.config.supernode import SupernodeSpec
+from k3ray.errors import K3RayError, SupernodeError
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supernode:
+    """A connection to a running supernode: Ray is initialised and the controller answers."""
+
+    home: Home
+    info: ClusterInfo
+    controller: Any
+
+    def call(self, method: str, *args: Any, limit_s: float = 10.0) -> Any:
+        """Call a controller method and wait for its answer.
+
+        Raises:
+            DeadlineError: no answer within `limit_s`.
+            SupernodeError: the controller died.
+            K3RayError: whatever the method raised.
+        """
+        return call_actor(self.controller, method, *args, peer=CONTROLLER_NAME, limit_s=limit_s)
+
+
+def call_actor(actor: Any, method: str, *args: Any, peer: str, limit_s: float) -> Any:
+    """`actor.method(*args)` with a deadline and typed errors (see `Supernode.call`)."""
+    deadline = Deadline.after(limit_s, operation=method, peer=peer)
+    try:
+        return ray.get(getattr(actor, method).remote(*args), timeout=limit_s)
+    except GetTimeoutError as error:
+        raise deadline.error() from error
+    except RayActorError as error:
+        raise SupernodeError(
+            f"{peer} died while answering {method}", remedy="see `k3ray status`", peer=peer
+        ) from error
+    except ray.exceptions.RayTaskError as error:
+        raise _cause(error) from error
+
+
+def _cause(error: ray.exceptions.RayTaskError) -> Exception:
+    """The typed error inside Ray's wrapper, or the wrapper itself."""
+    cause = error.cause
+    return cause if isinstance(cause, K3RayError) else error
+
+
+def connect(home: Home) -> Supernode:
+    """Reach the supernode of `home`.
+
+    Raises:
+        SupernodeError: it is not up.
+    """
+    info = ClusterInfo.read(home.cluster_file)
+    if info is None or not is_running(home):
+        raise SupernodeError(
+            f"no supernode is up in {home.root}",
+            remedy="run `k3ray up` (another home: set K3RAY_HOME)",
+        )
+    _init_ray(home, info)
+    try:
+        controller = ray.get_actor(CONTROLLER_NAME, namespace=NAMESPACE)
+    except ValueError as error:
+        raise SupernodeError(
+            f"Ray runs at {info.ray_address} but there is no controller",
+            remedy="run `k3ray down`, then `k3ray up`",
+        ) from error
+    return Supernode(home=home, info=info, controller=controller)
+
+
+def _init_ray(home: Home, info: ClusterInfo) -> None:
+    os.environ.update(cluster_environment(home, auth_mode=info.auth_mode, base={}))
+    if not ray.is_initialized():
+        ray.init(
+            address=info.ray_address, namespace=NAMESPACE, log_to_driver=False,
+            logging_level="ERROR",
+        )  # fmt: skip
+
+
+def ensure_up(
+    spec: SupernodeSpec, home: Home, cluster: LocalClusterConfig, *, say: Say = print
+) -> Supernode:
+    """Bring the supernode up, or connect to the one that is up.
+
+    Raises:
+        SupernodeError: one with another spec is up, or it did not come up in time.
+        PlacementError: the cluster cannot hold it (the message has the arithmetic).
+    """
+    digest = config_digest(spec)
+    with _locked(home):
+        info = ClusterInfo.read(home.cluster_file)
+        if info is not None and is_running(home):
+            if info.spec_digest != digest:
+                raise SupernodeError(
+                    f"supernode {info.name!r} is up in {home.root} with another spec "
+                    f"({info.spec_digest[:12]}, asked for {digest[:12]})",
+                    remedy="use it with its own config, or `k3ray down` first",
+                )
+            return connect(home)
+        return _bring_up(spec, home, cluster, say)
+
+
+def _bring_up(spec: SupernodeSpec, home: Home, cluster: LocalClusterConfig, say: Say) -> Supernode:
+    from k3ray.actors.controller import create_controller
+    from k3ray.placement.fits import check_fits
+
+    check_fits(spec, cluster)
+    check_disk(home)
+    stop_local_ray(home, grace_s=1.0)  # leftovers of a cluster that died
+    started = time.monotonic()
+    say("starting a local Ray cluster")
+    address, dashboard = start_local_ray(home, cluster, limit_s=120.0)
+    say(f"Ray is up at {address} ({time.monotonic() - started:.1f} s), dashboard {dashboard}")
+    info = ClusterInfo(
+        name=spec.name, ray_address=address, dashboard_url=dashboard, marker=home.marker,
+        auth_mode=cluster.auth_mode, spec_digest=config_digest(spec),
+    )  # fmt: skip
+    try:
+        _init_ray(home, info)
+        info.write(home.cluster_file)
+        controller = create_controller(spec, home)
+        supernode = Supernode(home=home, info=info, controller=controller)
+        wait_ready(supernode, spec, say=say)
+    except BaseException:
+        ray.shutdown()
+        stop_local_ray(home)
+        home.cluster_file.unlink(missing_ok=True)
+        raise
+    say(f"supernode {spec.name!r} is ready after {time.monotonic() - started:.1f} s")
+    return supernode
+
+
+def wait_ready(supernode: Supernode, spec: SupernodeSpec, *, say: Say) -> dict[str, Any]:
+    """Wait until every actor is ready; a line at least every 5 s. Returns the status."""
+    limit_s = spec.deadlines.start_s * 2 + spec.deadlines.rebuild_s
+    deadline = Deadline.after(limit_s, operation="start", peer=f"supernode {spec.name!r}")
+    said_s = 0.0
+    while True:
+        status: dict[str, Any] = supernode.call("status", limit_s=30.0)
+        waiting = [a["id"] for a in status["actors"] if a["state"] != "ready"]
+        if status["state"] == "ready":
+            return status
+        if status["state"] == "failed":
+            raise SupernodeError(
+                f"supernode {spec.name!r} failed to start: {status.get('reason', 'unknown')}",
+                remedy=f"see the logs in {supernode.home.ray_dir}/session_latest/logs",
+            )
+        deadline.check(remedy="run `k3ray doctor`; is the machine overloaded?")
+        if time.monotonic() - said_s >= 4.0:
+            said_s = time.monotonic()
+            say(f"waiting for {', '.join(waiting) or 'the first plan'}")
+        time.sleep(0.2)
+
+
+def down(home: Home, *, say: Say = print) -> list[int]:
+    """End the supernode and its Ray cluster; reap orphans. Safe in any state, idempotent.
+
+    The journal and the weight store stay. Returns pids that would not die (normally none).
+    """
+    with _locked(home):
+        if is_running(home):
+            _stop_politely(home, say)
+        left = stop_local_ray(home)
+        home.cluster_file.unlink(missing_ok=True)
+    return left
+
+
+def _stop_politely(home: Home, say: Say) -> None:
+    """Let the controller journal the end; a wedged cluster is killed anyway."""
+    try:
+        supernode = connect(home)
+        supernode.call("stop", limit_s=10.0)
+    except (K3RayError, ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+        say(f"the controller did not answer ({type(error).__name__}), killing the cluster")
+    finally:
+        ray.shutdown()
+
+
+def check_disk(home: Home, *, needed_bytes: int = 1 << 30) -> None:
+    """Raise `SupernodeError` when the home's disk has less than `needed_bytes` free."""
+    home.root.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(home.root).free
+    if free < needed_bytes:
+        raise SupernodeError(
+            f"{home.root} has {free / 2**30:.2f} GiB free, {needed_bytes / 2**30:.2f} GiB needed",
+            remedy="free some disk space or point K3RAY_HOME elsewhere",
+        )
+
+
+@contextmanager
+def _locked(home: Home, *, limit_s: float = 300.0) -> Iterator[None]:
+    """Hold the home's lock file; waits at most `limit_s`."""
+    home.root.mkdir(parents=True, exist_ok=True)
+    deadline = Deadline.after(limit_s, operation="lock", peer=str(home.lock_file))
+    with home.lock_file.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                deadline.check(remedy="another k3ray up/down is running on this home")
+                time.sleep(0.2)
+        yield
