@@ -86,6 +86,8 @@ def cluster_environment(home: Home, *, auth_mode: str, base: Mapping[str, str]) 
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
+        # Job drivers say `python`: it must be this installation's.
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
     }
 
 

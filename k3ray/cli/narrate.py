@@ -1,0 +1,93 @@
+"""Progress for people: one line per event, and a sign of life at least every five seconds.
+
+`Narrator` stamps every line with the seconds since the start. `phase` names what is being waited
+for; while it lasts and nothing else is said, a line repeats the name and how long it has taken.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import typer
+
+from k3ray.errors import K3RayError
+
+SILENCE_S = 4.0
+
+
+class Narrator:
+    """Prints stamped lines; thread-safe."""
+
+    def __init__(self) -> None:
+        self._started_s = time.monotonic()
+        self._said_s = self._started_s
+        self._lock = threading.Lock()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started_s
+
+    def say(self, text: str) -> None:
+        """Print one line."""
+        with self._lock:
+            self._said_s = time.monotonic()
+            typer.echo(f"[{self.elapsed_s:6.1f} s] {text}")
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Say `name`, keep saying it while nothing else is said, and how long it took."""
+        self.say(name)
+        started_s, over = time.monotonic(), threading.Event()
+
+        def keep_talking() -> None:
+            while not over.wait(0.5):
+                if time.monotonic() - self._said_s >= SILENCE_S:
+                    self.say(f"... {name} ({time.monotonic() - started_s:.0f} s so far)")
+
+        thread = threading.Thread(target=keep_talking, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+        self.say(f"{name}: done in {time.monotonic() - started_s:.1f} s")
+
+    def run(self, command: Sequence[str], *, env: Mapping[str, str], limit_s: float) -> list[str]:
+        """Run a command, repeat its output line by line, and return it.
+
+        Raises:
+            K3RayError: it failed or took longer than `limit_s` (it is ended then).
+        """
+        process = subprocess.Popen(
+            list(command), env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, text=True, errors="replace",
+        )  # fmt: skip
+        timer = threading.Timer(limit_s, process.kill)
+        timer.start()
+        lines: list[str] = []
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.strip():
+                    lines.append(line.rstrip())
+                    self.say(line.rstrip())
+            code = process.wait()
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        finally:
+            timed_out = not timer.is_alive()
+            timer.cancel()
+        if code != 0:
+            reason = f"was ended after {limit_s:g} s" if timed_out else f"exited with {code}"
+            raise K3RayError(
+                f"{' '.join(command)} {reason}", remedy="see the lines above", exit_code=code
+            )
+        return lines
