@@ -1,0 +1,1 @@
+"""Weight versions, their manifests, and the store that holds them."""

@@ -1,0 +1,127 @@
+"""Will it fit? Parameter and memory arithmetic of a spec against what the cluster offers.
+
+The error's text is the arithmetic itself, so that a user sees which number to change. Figures are
+fp32: committed versions (`max_live_versions`, and one being activated), and on a group the
+trainer's master, two moments, gradients and the shadow of an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from k3ray.config.model import LayerKind, TextConfig
+from k3ray.config.supernode import SupernodeSpec
+from k3ray.errors import PlacementError
+
+BYTES_FP32 = 4
+PROCESS_BYTES = 350 * 1024 * 1024
+"""Resident bytes of an actor before it holds a tensor (interpreter, torch, Ray), measured."""
+
+TRAIN_COPIES = 7
+"""Master, two moments, gradients, and the shadow's master and moments."""
+
+
+def expert_parameters(text: TextConfig) -> int:
+    """Parameters of one routed expert: three latent x inner matrices."""
+    return 3 * text.routed_expert_hidden_size * text.moe_intermediate_size
+
+
+def dense_parameters(text: TextConfig) -> int:
+    """Parameters outside the routed experts (architecture.md, section 1.4)."""
+    hidden, layers = text.hidden_size, text.num_hidden_layers
+    total = 2 * text.vocab_size * hidden + 3 * hidden + layers * 6 * hidden
+    for kind in text.layer_kinds:
+        total += _kda_parameters(text) if kind is LayerKind.KDA else _mla_parameters(text)
+    latent, inner = text.routed_expert_hidden_size, text.moe_intermediate_size
+    trunk = (text.num_experts + 2 * latent) * hidden + text.num_experts + latent
+    trunk += 3 * hidden * text.num_shared_experts * inner
+    num_moe = len(text.moe_layers)
+    return total + num_moe * trunk + (layers - num_moe) * 3 * hidden * text.intermediate_size
+
+
+def group_bytes(text: TextConfig, num_experts: int, max_live_versions: int) -> int:
+    """Bytes of one group that owns `num_experts` of every layer, trainer included."""
+    parameters = num_experts * len(text.moe_layers) * expert_parameters(text)
+    return PROCESS_BYTES + BYTES_FP32 * parameters * (max_live_versions + 1 + TRAIN_COPIES)
+
+
+def stack_bytes(text: TextConfig, spec: SupernodeSpec) -> int:
+    """Bytes of one attention stack: dense versions, latent pages, KDA state slots."""
+    parameters = dense_parameters(text) * (spec.max_live_versions + 1)
+    kinds = text.layer_kinds
+    page = 64 * (text.kv_lora_rank + text.qk_rope_head_dim)
+    linear = text.linear_attn_config
+    slot = linear.num_heads * linear.head_dim * linear.head_dim
+    state = spec.engine.num_pages * page * kinds.count(LayerKind.MLA)
+    state += spec.engine.max_running * slot * kinds.count(LayerKind.KDA)
+    return PROCESS_BYTES + BYTES_FP32 * (parameters + state)
+
+
+def check_fits(
+    spec: SupernodeSpec, text: TextConfig, resources: Mapping[str, float]
+) -> tuple[str, ...]:
+    """Check units and memory; returns the lines of the arithmetic.
+
+    Args:
+        spec: What is asked for.
+        text: Sizes of the model that the spec names.
+        resources: What the cluster offers: `k3_group`, `k3_stack` in units and, where known,
+            `memory` in bytes (all nodes together).
+
+    Raises:
+        PlacementError: something does not fit; the message carries the arithmetic.
+    """
+    sizes = _group_sizes(spec, text)
+    groups = sum(group_bytes(text, size, spec.max_live_versions) for size in sizes)
+    stacks = spec.stacks * stack_bytes(text, spec)
+    needs = {"k3_group": float(spec.groups), "k3_stack": float(spec.stacks)}
+    if "memory" in resources:
+        needs["memory"] = float(groups + stacks)
+    lines = [
+        f"{name}: {_amount(name, need)} needed, {_amount(name, resources.get(name, 0.0))} offered"
+        for name, need in needs.items()
+    ]
+    lines.append(
+        f"memory = {spec.groups} groups {_amount('memory', groups)} + {spec.stacks} stacks "
+        f"{_amount('memory', stacks)} ({len(text.moe_layers)} MoE layers x {text.num_experts} "
+        f"experts x {expert_parameters(text)} + {dense_parameters(text)} parameters, "
+        f"{spec.max_live_versions} live versions, fp32)"
+    )
+    short = [name for name, need in needs.items() if need > resources.get(name, 0.0)]
+    if short:
+        raise PlacementError(
+            f"the cluster cannot hold {spec.name!r} ({spec.preset}): " + "; ".join(lines),
+            remedy=f"offer more {' and '.join(short)}, or lower groups, stacks or the preset",
+            short=tuple(short),
+            needs=needs,
+        )
+    return tuple(lines)
+
+
+def _group_sizes(spec: SupernodeSpec, text: TextConfig) -> tuple[int, ...]:
+    if spec.partition is not None:
+        return tuple(len(part) for part in spec.partition)
+    size, larger = divmod(text.num_experts, spec.groups)
+    return tuple(size + (index < larger) for index in range(spec.groups))
+
+
+def _kda_parameters(text: TextConfig) -> int:
+    linear, hidden = text.linear_attn_config, text.hidden_size
+    inner = linear.num_heads * linear.head_dim
+    low_rank = linear.head_dim * (hidden + inner)
+    small = linear.num_heads * hidden + linear.num_heads + inner + linear.head_dim
+    return 5 * inner * hidden + low_rank + 3 * inner * linear.short_conv_kernel_size + small
+
+
+def _mla_parameters(text: TextConfig) -> int:
+    hidden, heads = text.hidden_size, text.num_attention_heads
+    query = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim)
+    value = heads * text.v_head_dim
+    total = text.q_lora_rank * (hidden + 1 + query)
+    total += (text.kv_lora_rank + text.qk_rope_head_dim) * hidden + text.kv_lora_rank
+    total += heads * (text.qk_nope_head_dim + text.v_head_dim) * text.kv_lora_rank
+    return total + 2 * value * hidden
+
+
+def _amount(name: str, value: float) -> str:
+    return f"{value / 2**30:.2f} GiB" if name == "memory" else f"{value:g}"
