@@ -1,0 +1,108 @@
+"""`ExpertGroup`: the actor that hosts a shard of every MoE layer's routed experts.
+
+Ray carries only its life and its control methods; latents come over the transport, straight into
+the worker thread. Committed versions serve; the master of one line trains beside them. A group
+that is refused once for its term exits by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from k3ray.actors.group_handler import GroupHandler
+from k3ray.actors.specs import GroupSpec
+from k3ray.clock import Deadline
+from k3ray.ids import Incarnation, Role, refuse_lower_term
+from k3ray.transport.protocol import Server
+from k3ray.transport.zeromq_server import ZeroMqServer
+from k3ray.weights.names import expert_tensor_names
+from k3ray.weights.store import WeightStore
+
+
+@ray.remote
+class ExpertGroup:
+    """One life of one group; see `GroupSpec`."""
+
+    def __init__(self, spec: GroupSpec) -> None:
+        torch.set_num_threads(1)
+        self._spec = spec
+        self._store = WeightStore(Path(spec.store_dir))
+        self._handler = GroupHandler(spec.text, spec.experts, store=self._store, line=spec.line)
+        self._controller_term = 0
+        self._server: Server | None = None
+        self._never = threading.Event()
+
+    def start(self) -> dict[str, Any]:
+        """Open the data plane; returns pid, node and endpoint."""
+        if self._server is None:
+            self._server = ZeroMqServer(
+                self._spec.incarnation,
+                self._handler,
+                lanes=self._spec.lanes,
+                socket_dir=Path(self._spec.socket_dir),
+            )
+        return {
+            "pid": os.getpid(),
+            "node": ray.util.get_node_ip_address(),
+            "endpoint": self._server.endpoint,
+        }
+
+    def load_version(self, version: str, controller_term: int) -> str:
+        """Make a committed version servable, from the own staged copy or the weight store.
+
+        Raises:
+            StoreError: it is not in the store or its checksums do not match.
+            FencedError: the caller is an older controller.
+        """
+        self._admit(controller_term)
+        if version in self._in_worker("versions", self._handler.versions):
+            return version
+        if not self._in_worker("activate", lambda: self._handler.activate_staged(version)):
+            tensors = self._store.open(self._spec.line, version).read(self._names())
+            self._in_worker("load_version", lambda: self._handler.load_version(version, tensors))
+        return version
+
+    def drop_version(self, version: str, controller_term: int) -> None:
+        """Free a retired version; unknown ones are fine."""
+        self._admit(controller_term)
+        self._in_worker("drop_version", lambda: self._handler.drop_version(version))
+
+    def status(self) -> dict[str, Any]:
+        """Versions, bytes, training step, counters; JSON-able."""
+        status: dict[str, Any] = self._in_worker("status", self._handler.status)
+        return {"incarnation": str(self._spec.incarnation), "pid": os.getpid(), **status}
+
+    def block_until_dead(self) -> None:
+        """Never returns: the pending call breaks when this process dies."""
+        self._never.wait()
+
+    def _admit(self, controller_term: int) -> None:
+        self._controller_term = refuse_lower_term(
+            seen=self._controller_term, offered=controller_term, who=str(Role.CONTROLLER)
+        )
+
+    def _names(self) -> list[str]:
+        return [
+            name
+            for layer, experts in self._spec.experts.items()
+            for expert in experts
+            for name in expert_tensor_names(layer, expert)
+        ]
+
+    def _in_worker(self, operation: str, work: Any) -> Any:
+        if self._server is None:
+            return work()
+        deadline = Deadline.after(
+            self._spec.deadlines.prepare_s, operation=operation, peer=str(self.incarnation())
+        )
+        return self._server.run_in_worker(work, deadline)
+
+    def incarnation(self) -> Incarnation:
+        """Who this is."""
+        return self._spec.incarnation
