@@ -1,0 +1,108 @@
+"""Partitions, plans and the fit arithmetic."""
+
+import pytest
+
+from k3ray.config.presets import PRESETS
+from k3ray.config.supernode import SupernodeSpec
+from k3ray.errors import FencedError, PlacementError, PlanError
+from k3ray.ids import Incarnation
+from k3ray.placement.fit import check_fits, dense_parameters, expert_parameters
+from k3ray.placement.partition import (
+    even_partition,
+    homes_of_partition,
+    replace_peer,
+    validate_plan,
+)
+from k3ray.placement.plan import GroupPeer, PlacementPlan
+
+TINY = PRESETS["k3-tiny"].text_config
+
+
+def peer(actor: str, term: int = 1) -> GroupPeer:
+    return GroupPeer(
+        incarnation=Incarnation(actor=actor, term=term), endpoint=f"ipc:///{actor}.{term}"
+    )
+
+
+def plan_of(partition) -> PlacementPlan:
+    groups = tuple(f"group-{i}" for i in range(len(partition)))
+    return PlacementPlan(
+        version=1,
+        homes=homes_of_partition(partition, groups, TINY),
+        peers={group: peer(group) for group in groups},
+    )
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 3, 5, 8])
+def test_even_partition_is_whole_and_even(num_groups):
+    parts = even_partition(8, num_groups)
+    assert [e for part in parts for e in part] == list(range(8))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_more_groups_than_experts():
+    with pytest.raises(PlanError, match="9 groups for 8 experts"):
+        even_partition(8, 9)
+
+
+def test_uneven_partition_makes_a_valid_plan():
+    plan = plan_of(((7, 0, 3), (1, 2, 4, 5, 6)))
+    validate_plan(plan, TINY)
+    assert plan.experts_of("group-0") == {layer: (0, 3, 7) for layer in TINY.moe_layers}
+
+
+@pytest.mark.parametrize(
+    ("partition", "text"),
+    [
+        (((0, 1, 2, 3), (4, 5, 6)), "expert 7: none"),
+        (((0, 1, 2, 3), (3, 4, 5, 6, 7)), r"expert 3: group-0\+group-1"),
+        (((0, 1, 2, 3), (4, 5, 6, 8)), "owns expert 8"),
+    ],
+)
+def test_wrong_partitions_name_the_expert(partition, text):
+    with pytest.raises(PlanError, match=text):
+        plan_of(partition)
+
+
+def test_plan_gaps_are_named():
+    plan = plan_of(even_partition(8, 2))
+    dead = PlacementPlan(version=2, homes=plan.homes, peers={"group-0": peer("group-0")})
+    with pytest.raises(PlanError, match="expert 4 of layer 1 lives in group-1"):
+        validate_plan(dead, TINY)
+    first = TINY.moe_layers[0]
+    missing = {layer: homes for layer, homes in plan.homes.items() if layer != first}
+    with pytest.raises(PlanError, match=rf"misses layers \[{first}\]"):
+        validate_plan(PlacementPlan(version=2, homes=missing, peers=plan.peers), TINY)
+    short = {**plan.homes, first: plan.homes[first][:-1]}
+    with pytest.raises(PlanError, match="places 7 of 8"):
+        validate_plan(PlacementPlan(version=2, homes=short, peers=plan.peers), TINY)
+
+
+def test_replace_peer_fences_lower_terms():
+    plan = plan_of(even_partition(8, 2))
+    newer = replace_peer(plan, peer("group-1", 4))
+    assert (newer.version, newer.peers["group-1"].incarnation.term) == (2, 4)
+    assert plan.peers["group-1"].incarnation.term == 1
+    with pytest.raises(FencedError):
+        replace_peer(newer, peer("group-1", 3))
+    with pytest.raises(PlanError):
+        replace_peer(newer, peer("group-9"))
+
+
+def test_parameter_arithmetic_is_the_release_s():
+    text = PRESETS["kimi-k3"].text_config
+    experts = len(text.moe_layers) * text.num_experts * expert_parameters(text)
+    assert experts == 2_722_740_830_208
+    assert dense_parameters(text) + experts == 2_779_484_476_000
+
+
+def test_fit_says_the_arithmetic():
+    spec = SupernodeSpec(preset="k3-tiny", groups=3, stacks=2)
+    offered = {"k3_group": 3.0, "k3_stack": 2.0, "memory": 16.0 * 2**30}
+    assert any("16.00 GiB offered" in line for line in check_fits(spec, TINY, offered))
+    with pytest.raises(PlacementError, match="k3_group: 3 needed, 2 offered") as caught:
+        check_fits(spec, TINY, {**offered, "k3_group": 2.0})
+    assert caught.value.fields["short"] == ("k3_group",)
+    big = SupernodeSpec(preset="kimi-k3", groups=2, stacks=1)
+    with pytest.raises(PlacementError, match="memory"):
+        check_fits(big, PRESETS["kimi-k3"].text_config, offered)
