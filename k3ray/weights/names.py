@@ -7,7 +7,6 @@ No torch here: planners and the controller read names too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 EXPERT_MATRICES = ("w1", "w2", "w3")
@@ -56,13 +55,9 @@ def parse_expert_tensor(name: str) -> ExpertTensor | None:
     return ExpertTensor(layer=int(layer), expert=int(expert), matrix=matrix, moment=moment or "")
 
 
-def expert_names(layer: int, experts: Iterable[int], moment: str = "") -> tuple[str, ...]:
-    """Names of all matrices of `experts` of one layer."""
-    return tuple(
-        expert_tensor_name(layer, expert, matrix, moment)
-        for expert in experts
-        for matrix in EXPERT_MATRICES
-    )
+def expert_tensor_names(layer: int, expert: int, moment: str = "") -> tuple[str, ...]:
+    """Names of all matrices of one routed expert."""
+    return tuple(expert_tensor_name(layer, expert, matrix, moment) for matrix in EXPERT_MATRICES)
 
 
 def is_dense_name(name: str) -> bool:

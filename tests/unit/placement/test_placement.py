@@ -6,7 +6,7 @@ from k3ray.config.presets import PRESETS
 from k3ray.config.supernode import SupernodeSpec
 from k3ray.errors import FencedError, PlacementError, PlanError
 from k3ray.ids import Incarnation
-from k3ray.placement.fit import check_fits, dense_parameters, expert_parameters
+from k3ray.placement.fits import check_fits, dense_parameters, expert_parameters
 from k3ray.placement.partition import (
     even_partition,
     homes_of_partition,

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from k3ray.errors import StoreError
 from k3ray.weights.manifest import EntryKind, content_digest
-from k3ray.weights.names import expert_names, is_dense_name, parse_expert_tensor
+from k3ray.weights.names import expert_tensor_names, is_dense_name, parse_expert_tensor
 from k3ray.weights.shard import write_shard_file
 from k3ray.weights.store import StagedEntry, WeightStore
 from k3ray.weights.version import WeightVersion
@@ -25,9 +25,7 @@ from k3ray.weights.version import WeightVersion
 
 def tensors(seed: int, num: int = 3) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return {
-        f"t.{seed}.{i}": rng.standard_normal((i + 1, 7)).astype(np.float32) for i in range(num)
-    }
+    return {f"t.{seed}.{i}": rng.standard_normal((i + 1, 7)).astype(np.float32) for i in range(num)}
 
 
 def commit(store: WeightStore, step: int, seeds=(0, 1), kind="version") -> WeightVersion:
@@ -252,7 +250,7 @@ def test_failed_replace_leaves_no_temporary(tmp_path):
 
 
 def test_names_and_versions():
-    names = expert_names(2, (0, 5))
+    names = expert_tensor_names(2, 0) + expert_tensor_names(2, 5)
     assert len(names) == 6
     parsed = parse_expert_tensor(names[3] + ".adam_v")
     assert (parsed.layer, parsed.expert, parsed.matrix, parsed.moment) == (2, 5, "w1", ".adam_v")
