@@ -170,3 +170,10 @@ class PortInUseError(SupernodeError):
     """A TCP port that we must listen on is taken; fields: port."""
 
     code = "port_in_use"
+
+
+class UnknownRequestError(K3RayError):
+    """The stack does not know this request id (never submitted, expired, or another life of the
+    stack); resubmit the request with the tokens already emitted and a higher term."""
+
+    code = "unknown_request"

@@ -1,0 +1,1 @@
+"""Continuous batching over a live model: requests in, token events out."""
