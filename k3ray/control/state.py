@@ -96,24 +96,26 @@ def apply(state: ControlState, record: Record) -> ControlState:
     """
     match record:
         case SupernodeUp():
-            return replace(state, up=record)
+            after = replace(state, up=record)
         case SupernodeDown():
-            return replace(state, up=None)
+            after = replace(state, up=None)
         case TermGranted() | ActorReady() | ActorLost():
-            return replace(state, actors=_with(state.actors, *_actor(state, record)))
+            after = replace(state, actors=_with(state.actors, *_actor(state, record)))
         case PlanSwitched():
             before = state.plan.version if state.plan else 0
             _require(record.version > before, f"plan {record.version} after plan {before}")
-            return replace(state, plan=record)
+            after = replace(state, plan=record)
         case VersionCommitted() | VersionActivated() | VersionRetired():
-            return _version(state, record)
+            after = _version(state, record)
         case LeaseGranted() | LeaseEnded():
-            return _lease(state, record)
+            after = _lease(state, record)
         case AttemptBegun() | AttemptAborted() | StepCommitted():
-            return _training(state, record)
+            after = _training(state, record)
         case CheckpointCommitted():
-            return replace(state, checkpoints=_with(state.checkpoints, record.line, record))
-    assert_never(record)
+            after = replace(state, checkpoints=_with(state.checkpoints, record.line, record))
+        case _:
+            assert_never(record)
+    return after
 
 
 def _actor(
