@@ -21,7 +21,6 @@ from k3ray.clock import Deadline
 from k3ray.ids import Incarnation, Role, refuse_lower_term
 from k3ray.transport.protocol import Server
 from k3ray.transport.zeromq_server import ZeroMqServer
-from k3ray.weights.names import expert_tensor_names
 from k3ray.weights.store import WeightStore
 
 
@@ -64,7 +63,7 @@ class ExpertGroup:
         if version in self._in_worker("versions", self._handler.versions):
             return version
         if not self._in_worker("activate", lambda: self._handler.activate_staged(version)):
-            tensors = self._store.open(self._spec.line, version).read(self._names())
+            tensors = self._store.open(self._spec.line, version).read(self._handler.owned_names())
             self._in_worker("load_version", lambda: self._handler.load_version(version, tensors))
         return version
 
@@ -86,14 +85,6 @@ class ExpertGroup:
         self._controller_term = refuse_lower_term(
             seen=self._controller_term, offered=controller_term, who=str(Role.CONTROLLER)
         )
-
-    def _names(self) -> list[str]:
-        return [
-            name
-            for layer, experts in self._spec.experts.items()
-            for expert in experts
-            for name in expert_tensor_names(layer, expert)
-        ]
 
     def _in_worker(self, operation: str, work: Any) -> Any:
         if self._server is None:
