@@ -223,6 +223,11 @@ class Engine:
             if idle:
                 self._wake.wait(timeout_s)
 
+    def wake(self) -> None:
+        """End a `wait_for_work` now."""
+        with self._wake:
+            self._wake.notify_all()
+
     def fail_all(self, error: K3RayError) -> None:
         """End every open request and score job with `error`."""
         with self._wake:

@@ -14,7 +14,7 @@ import torch
 
 from k3ray.config.model import TextConfig
 from k3ray.engine.runner import Logits, Work
-from k3ray.errors import K3RayError, StaleVersionError
+from k3ray.errors import FencedError, K3RayError, StaleVersionError
 from k3ray.model.executor import ExpertExecutor
 from k3ray.model.k3 import K3Model
 from k3ray.model.serve_state import SeqSpan, ServeState
@@ -111,6 +111,8 @@ class ServeRunner:
         for version, indices in by_version.items():
             try:
                 rows = self._run(version, Lane.SERVE, [works[i] for i in indices], all_rows=False)
+            except FencedError:
+                raise  # this life of the stack is over
             except K3RayError as error:
                 results.update(dict.fromkeys(indices, error))
             else:
