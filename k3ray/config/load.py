@@ -1,171 +1,205 @@
-"""Reading configurations: YAML 1.2 plus dotted `key=value` overrides, checked strictly at once.
+"""Reading configs: defaults < base < YAML file < dotted overrides, validated strictly.
 
-Everything goes through pydantic's JSON mode, where strict types still accept what JSON can say
-(lists for tuples, strings for enums). All violations come in one `ConfigError`, each with its
-dotted path and, for an unknown key, the nearest known one.
+`load_config` reports every violation at once, each with its dotted path, in one `ConfigError`;
+unknown keys come with the nearest known one. A nested section given in part keeps the defaults of
+*its place* (`lanes.serve.credit_bytes=1` keeps `lanes.serve.min_share` at 0.3, not at
+LaneConfig's own default). `to_yaml` and `config_digest` are the resolved forms.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
+from k3ray.config.violations import describe
+from k3ray.config.yaml_text import dump_yaml, parse_scalar, parse_yaml
 from k3ray.errors import ConfigError
 
-Config = TypeVar("Config", bound=BaseModel)
+T = TypeVar("T", bound=BaseModel)
 
 
 def load_config(
-    cls: type[Config],
+    cls: type[T],
     path: str | None,
     overrides: Sequence[str] = (),
     *,
     base: Mapping[str, Any] | None = None,
-) -> Config:
-    """A `cls` from `base`, then the YAML file at `path`, then the overrides.
+) -> T:
+    """Resolve a config object.
 
     Args:
         cls: The config class.
-        path: YAML 1.2 file, or None for the defaults.
-        overrides: `dotted.key=value`; the value is a YAML 1.2 scalar or flow.
-        base: Values under the file's.
+        path: A YAML 1.2 file holding a mapping, or None.
+        overrides: `a.b=value` texts; the value is a YAML scalar or flow collection. Later ones
+            win.
+        base: JSON values under the file, such as a preset.
 
     Raises:
-        ConfigError: the file cannot be read, or any key or value is wrong (all are listed).
+        ConfigError: the file cannot be read, is not YAML, or the result violates `cls`;
+            `fields["violations"]` lists all of them.
     """
-    values: dict[str, Any] = dict(base or {})
+    source = Path(path).name if path is not None else "defaults"
+    data = dict(base or {})
     if path is not None:
-        values = _merged(values, _read_yaml_file(path))
-    for override in overrides:
-        _apply(values, override)
-    return validate(cls, values)
-
-
-def validate(cls: type[Config], values: Mapping[str, Any]) -> Config:
-    """A `cls` from plain values; raises `ConfigError` with every violation."""
+        data = _merged(data, read_mapping(path))
+    violations: list[str] = []
+    for text in overrides:
+        problem = _apply_override(cls, data, text)
+        if problem is not None:
+            violations.append(problem)
     try:
-        return cls.model_validate_json(json.dumps(values))
+        config = cls.model_validate_json(json.dumps(_with_defaults(cls, data, None)))
     except ValidationError as error:
-        violations = [_violation(cls, dict(item)) for item in error.errors()]
-        raise ConfigError(
-            f"{cls.__name__} has {len(violations)} violation(s):\n  " + "\n  ".join(violations),
-            remedy="mend them all; `k3ray config show` prints a valid one",
-            violations=violations,
-        ) from None
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{cls.__name__}: a value has no JSON form: {error}",
-            remedy="use strings, numbers, booleans, lists and mappings only",
-            violations=[str(error)],
-        ) from error
+        violations += describe(cls, error)
+    if violations:
+        raise _config_error(cls, source, violations)
+    return config
 
 
-def to_yaml(model: BaseModel) -> str:
-    """The resolved config as YAML, keys in declaration order."""
-    yaml, sink = YAML(), io.StringIO()
-    yaml.default_flow_style = None
-    yaml.width = 100
-    yaml.dump(model.model_dump(mode="json"), sink)
-    return sink.getvalue()
+def validate_json(cls: type[T], data: Mapping[str, Any], *, source: str) -> T:
+    """Validate JSON values as `cls`, raising a `ConfigError` that lists all violations."""
+    try:
+        return cls.model_validate_json(json.dumps(dict(data)))
+    except ValidationError as error:
+        raise _config_error(cls, source, describe(cls, error)) from error
 
 
-def config_digest(model: BaseModel) -> str:
-    """SHA-256 (hex) of the canonical JSON of a config."""
-    canonical = json.dumps(model.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+def read_mapping(path: str) -> dict[str, Any]:
+    """Read a YAML (or JSON, which is YAML 1.2) file that holds a mapping; empty means {}.
 
-
-def _read_yaml_file(path: str) -> dict[str, Any]:
+    Raises:
+        ConfigError: unreadable, not UTF-8, not YAML, or not a mapping.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(
-            f"cannot read config {path}: {error}", remedy="give a readable UTF-8 YAML file",
-            violations=[str(error)],
-        ) from error  # fmt: skip
-    parsed = _parse_yaml(text, where=path)
-    if parsed is None:
+            f"cannot read config file {path}: {reason}",
+            remedy="check the path and its permissions",
+            source=path,
+            violations=(f"{path}: {reason}",),
+        ) from error
+    value = parse_yaml(text, where=path)
+    if value is None:
         return {}
-    if not isinstance(parsed, dict):
+    if not isinstance(value, dict):
+        kind = type(value).__name__
         raise ConfigError(
-            f"{path} holds a {type(parsed).__name__}, not a mapping",
-            remedy="write `key: value` lines", violations=[path],
-        )  # fmt: skip
-    return parsed
+            f"config file {path} holds a {kind}, not a mapping",
+            remedy="write `key: value` lines",
+            source=path,
+            violations=(f"{path}: {kind} instead of a mapping",),
+        )
+    return value
 
 
-def _parse_yaml(text: str, *, where: str) -> Any:
-    try:
-        return YAML(typ="safe", pure=True).load(text)
-    except YAMLError as error:
-        raise ConfigError(
-            f"{where} is not YAML: {error}", remedy="mend the line it names",
-            violations=[str(error)],
-        ) from error  # fmt: skip
+def to_yaml(model: BaseModel) -> str:
+    """The resolved config as YAML; `load_config` reads it back equal."""
+    return dump_yaml(model.model_dump(mode="json"))
+
+
+def canonical_json(model: BaseModel) -> str:
+    """The resolved config as one line of JSON with sorted keys."""
+    data = model.model_dump(mode="json")
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def config_digest(model: BaseModel) -> str:
+    """sha256 (hex) of the canonical JSON: equal configs have equal digests everywhere."""
+    return hashlib.sha256(canonical_json(model).encode()).hexdigest()
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` on `under`, mappings merged key by key."""
-    result = dict(under)
+    out = dict(under)
     for key, value in over.items():
-        below = result.get(key)
-        if isinstance(below, Mapping) and isinstance(value, Mapping):
-            result[key] = _merged(below, value)
+        below = out.get(key)
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            out[key] = _merged(below, value)
         else:
-            result[key] = value
-    return result
+            out[key] = value
+    return out
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
-    dotted, equals, text = override.partition("=")
-    if not equals or not dotted or not all(dotted.split(".")):
-        raise ConfigError(
-            f"override {override!r} is not of the form dotted.key=value",
-            remedy="for example optimizer.peak_lr=1e-3", violations=[override],
-        )  # fmt: skip
-    *parents, last = dotted.split(".")
-    target = values
-    for parent in parents:
-        child = target.get(parent)
-        child = dict(child) if isinstance(child, Mapping) else {}
-        target[parent] = child
-        target = child
-    target[last] = _parse_yaml(text, where=f"override {override!r}") if text else ""
+def _apply_override(cls: type[BaseModel], data: dict[str, Any], text: str) -> str | None:
+    """Set `a.b=value` in `data`; returns the violation instead if the text is malformed."""
+    key, separator, raw = text.partition("=")
+    parts = key.strip().split(".")
+    if not separator or not all(parts):
+        return f"override {text!r}: not of the form key=value or section.key=value"
+    try:
+        value = parse_scalar(raw, where=f"override {key.strip()}")
+    except ConfigError as error:
+        return "; ".join(error.fields["violations"])
+    node = data
+    for depth, part in enumerate(parts[:-1], start=1):
+        below = node.get(part)
+        if below is None:
+            below = _default_mapping(cls, parts[:depth])
+        if not isinstance(below, Mapping):
+            return f"{key.strip()}: {'.'.join(parts[:depth])} is {below!r}, not a section"
+        node[part] = dict(below)
+        node = node[part]
+    node[parts[-1]] = value
+    return None
 
 
-def _violation(cls: type[BaseModel], item: dict[str, Any]) -> str:
-    location = [str(part) for part in item["loc"]]
-    dotted = ".".join(location) or "(whole)"
-    if item["type"] != "extra_forbidden":
-        return f"{dotted}: {item['msg']}"
-    known = _known_keys(cls, location[:-1])
-    near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.4)
-    hint = f", did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(sorted(known))}"
-    return f"{dotted}: unknown key{hint}"
+def _default_mapping(cls: type[BaseModel], parts: Sequence[str]) -> dict[str, Any]:
+    """The default of the free-form mapping at `parts` (dotted overrides add to it), else {}."""
+    here: Any = cls
+    for part in parts:
+        is_model = isinstance(here, type) and issubclass(here, BaseModel)
+        field = here.model_fields.get(part) if is_model else None
+        if field is None:
+            return {}
+        here = section_class(field.annotation) or field.get_default(call_default_factory=True)
+    return dict(here) if isinstance(here, Mapping) else {}
 
 
-def _known_keys(cls: type[BaseModel], location: Sequence[str]) -> list[str]:
-    """Keys that are allowed at `location` below `cls`."""
-    current: type[BaseModel] = cls
-    for part in location:
-        field = current.model_fields.get(part)
-        nested = _model_in(field.annotation) if field else None
-        if nested is None:
-            return list(current.model_fields)
-        current = nested
-    return list(current.model_fields)
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def section_class(annotation: object) -> type[BaseModel] | None:
+    """The config class of a section field (`X` or `X | None`), None for anything else."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for arg in get_args(annotation) if (found := _model_in(arg))), None)
+    args = [arg for arg in get_args(annotation) if arg is not type(None)]
+    only = args[0] if len(args) == 1 and type(None) in get_args(annotation) else None
+    return only if isinstance(only, type) and issubclass(only, BaseModel) else None
+
+
+def _with_defaults(
+    cls: type[BaseModel], data: Mapping[str, Any], default: BaseModel | None
+) -> dict[str, Any]:
+    """Complete sections given in part from the defaults of their place."""
+    out = dict(data)
+    dumped = default.model_dump(mode="json") if default is not None else {}
+    for name, field in cls.model_fields.items():
+        if name not in data:
+            if default is not None:
+                out[name] = dumped[name]
+            continue
+        section = section_class(field.annotation)
+        if section is None or not isinstance(data[name], Mapping):
+            continue
+        inherited = getattr(default, name) if default is not None else _own_default(field)
+        out[name] = _with_defaults(
+            section, data[name], inherited if isinstance(inherited, section) else None
+        )
+    return out
+
+
+def _own_default(field: Any) -> object:
+    return None if field.is_required() else field.get_default(call_default_factory=True)
+
+
+def _config_error(cls: type[BaseModel], source: str, violations: Sequence[str]) -> ConfigError:
+    count = f"{len(violations)} violation" + ("s" if len(violations) > 1 else "")
+    return ConfigError(
+        f"{cls.__name__} ({source}) has {count}: " + "; ".join(violations),
+        remedy="mend all of them; `k3ray config show` prints the known keys and their values",
+        source=source,
+        violations=tuple(violations),
+    )
