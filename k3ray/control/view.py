@@ -33,7 +33,9 @@ class ActorView:
         versions: Committed weight versions that it acknowledged.
         busy: Operations under way by key ("load main@3-...", "plan 4"); never asked for twice.
         plan: Plan version that a stack acknowledged.
-        num_failures: Starts and loads that failed in a row; `retry_at_s` delays the next.
+        num_failures: Lives in a row that ended before they held a version.
+        num_op_failures: Loads, drops, pushes that failed in a row on this life.
+        retry_at_s: Nothing is tried again before.
         note: Why it is in this state, for people.
     """
 
@@ -49,6 +51,7 @@ class ActorView:
     busy: frozenset[str] = frozenset()
     plan: int = 0
     num_failures: int = 0
+    num_op_failures: int = 0
     retry_at_s: float = 0.0
     note: str = ""
 

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import psutil
+
+from k3ray.config.cluster import LocalClusterConfig
 from k3ray.config.model import LayerKind, TextConfig
+from k3ray.config.resolve import resolve_model
 from k3ray.config.supernode import SupernodeSpec
 from k3ray.errors import PlacementError
 
@@ -58,6 +62,21 @@ def stack_bytes(text: TextConfig, spec: SupernodeSpec) -> int:
 
 
 def check_fits(
+    spec: SupernodeSpec, cluster: LocalClusterConfig, *, memory_bytes: int | None = None
+) -> tuple[str, ...]:
+    """`check_resources` of a local cluster; see there.
+
+    Args:
+        spec: What is asked for.
+        cluster: What the local Ray node will offer.
+        memory_bytes: Memory that may be used; None: what this machine has available now.
+    """
+    memory = psutil.virtual_memory().available if memory_bytes is None else memory_bytes
+    resources = {**cluster.resources, "memory": memory}
+    return check_resources(spec, resolve_model(spec).text_config, resources)
+
+
+def check_resources(
     spec: SupernodeSpec, text: TextConfig, resources: Mapping[str, float]
 ) -> tuple[str, ...]:
     """Check units and memory; returns the lines of the arithmetic.

@@ -2,11 +2,12 @@
 
 import pytest
 
+from k3ray.config.cluster import LocalClusterConfig
 from k3ray.config.presets import PRESETS
 from k3ray.config.supernode import SupernodeSpec
-from k3ray.errors import FencedError, PlacementError, PlanError
+from k3ray.errors import ConfigError, FencedError, PlacementError, PlanError
 from k3ray.ids import Incarnation
-from k3ray.placement.fits import check_fits, dense_parameters, expert_parameters
+from k3ray.placement.fits import check_fits, check_resources, dense_parameters, expert_parameters
 from k3ray.placement.partition import (
     even_partition,
     homes_of_partition,
@@ -99,10 +100,20 @@ def test_parameter_arithmetic_is_the_release_s():
 def test_fit_says_the_arithmetic():
     spec = SupernodeSpec(preset="k3-tiny", groups=3, stacks=2)
     offered = {"k3_group": 3.0, "k3_stack": 2.0, "memory": 16.0 * 2**30}
-    assert any("16.00 GiB offered" in line for line in check_fits(spec, TINY, offered))
+    assert any("16.00 GiB offered" in line for line in check_resources(spec, TINY, offered))
     with pytest.raises(PlacementError, match="k3_group: 3 needed, 2 offered") as caught:
-        check_fits(spec, TINY, {**offered, "k3_group": 2.0})
+        check_resources(spec, TINY, {**offered, "k3_group": 2.0})
     assert caught.value.fields["short"] == ("k3_group",)
     big = SupernodeSpec(preset="kimi-k3", groups=2, stacks=1)
     with pytest.raises(PlacementError, match="memory"):
-        check_fits(big, PRESETS["kimi-k3"].text_config, offered)
+        check_resources(big, PRESETS["kimi-k3"].text_config, offered)
+
+
+def test_fit_of_a_local_cluster():
+    cluster = LocalClusterConfig(resources={"k3_group": 2, "k3_stack": 1})
+    spec = SupernodeSpec(preset="k3-tiny", groups=2)
+    assert check_fits(spec, cluster, memory_bytes=8 * 2**30)
+    with pytest.raises(PlacementError, match="0.50 GiB offered"):
+        check_fits(spec, cluster, memory_bytes=2**29)
+    with pytest.raises(ConfigError, match="k3-nano"):
+        check_fits(SupernodeSpec(preset="k3-nanno"), cluster)

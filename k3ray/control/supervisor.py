@@ -1,0 +1,320 @@
+"""`Supervisor`: what the controller knows about its actors, plan, versions and pins. No Ray.
+
+It turns observations into views, keeps facts in the ledger, and refuses observations of lives
+that are over. The controller actor asks it for a view, lets `decide` choose, and carries out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from k3ray.config.model import TextConfig
+from k3ray.config.supernode import SupernodeSpec
+from k3ray.control.decide import backoff_s
+from k3ray.control.ledger import Ledger
+from k3ray.control.records import (
+    ActorLost,
+    ActorReady,
+    PeerRecord,
+    PlanSwitched,
+    SupernodeUp,
+    TermGranted,
+    VersionActivated,
+    VersionCommitted,
+    VersionRetired,
+)
+from k3ray.control.view import (
+    ActorState,
+    ActorView,
+    ClusterView,
+    PinView,
+    VersionView,
+    group_ids,
+    stack_ids,
+)
+from k3ray.errors import StaleVersionError, SupernodeError
+from k3ray.ids import Incarnation, Role
+from k3ray.placement.partition import Partition, homes_of_partition, validate_plan
+from k3ray.placement.plan import GroupPeer, PlacementPlan
+from k3ray.weights.version import WeightVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessFacts:
+    """Where a life runs, as it said itself when it was ready."""
+
+    node: str
+    pid: int
+    process_started_unix_s: float
+    endpoint: str
+
+
+class Supervisor:
+    """See the module. `now_s` arguments are monotonic seconds."""
+
+    def __init__(
+        self,
+        spec: SupernodeSpec,
+        text: TextConfig,
+        partition: Partition,
+        ledger: Ledger,
+        *,
+        now_s: float,
+    ) -> None:
+        self.spec = spec
+        self.text = text
+        self.ledger = ledger
+        self._homes = homes_of_partition(partition, group_ids(spec), text)
+        self._pins: dict[str, PinView] = {}
+        self._since: dict[str, float] = dict.fromkeys(ledger.state.versions, now_s)
+        self._plan: PlacementPlan | None = None
+        ledger.write(
+            SupernodeUp(name=spec.name, preset=spec.preset, line=spec.line, partition=partition)
+        )
+        self.actors: dict[str, ActorView] = {
+            name: self._first_view(name, role, now_s)
+            for names, role in (
+                (group_ids(spec), Role.EXPERT_GROUP),
+                (stack_ids(spec), Role.ATTENTION_STACK),
+            )
+            for name in names
+        }
+
+    def _first_view(self, actor: str, role: Role, now_s: float) -> ActorView:
+        """Absent, or LOST when the journal has a life whose end was not recorded."""
+        facts = self.ledger.state.actors.get(actor)
+        if facts is None:
+            return ActorView(actor=actor, role=role)
+        view = ActorView(actor=actor, role=role, term=facts.term, since_s=now_s)
+        if facts.lost:
+            return view
+        return replace(view, state=ActorState.LOST, note="left over from an earlier controller")
+
+    def begin_life(self, actor: str, now_s: float) -> Incarnation:
+        """Grant the next term; the actor is STARTING from here on."""
+        view = self.actors[actor]
+        incarnation = Incarnation(actor=actor, term=self.ledger.state.term_of(actor) + 1)
+        self.ledger.write(TermGranted(incarnation=incarnation, role=view.role))
+        self.actors[actor] = ActorView(
+            actor=actor, role=view.role, term=incarnation.term, state=ActorState.STARTING,
+            since_s=now_s, num_failures=view.num_failures, note=view.note,
+        )  # fmt: skip
+        return incarnation
+
+    def observe_ready(self, incarnation: Incarnation, facts: ProcessFacts, now_s: float) -> None:
+        """A life came up."""
+        view = self._current(incarnation, ActorState.STARTING)
+        if view is None:
+            return
+        record = ActorReady(
+            incarnation=incarnation,
+            role=view.role,
+            node=facts.node,
+            pid=facts.pid,
+            process_started_unix_s=facts.process_started_unix_s,
+            endpoint=facts.endpoint,
+        )
+        self.ledger.write(record)
+        self.actors[view.actor] = replace(
+            view, state=ActorState.READY, since_s=now_s, node=facts.node, pid=facts.pid,
+            endpoint=facts.endpoint, note="",
+        )  # fmt: skip
+
+    def observe_lost(self, incarnation: Incarnation, reason: str, now_s: float) -> bool:
+        """A life is over or must end; returns whether that was news."""
+        view = self._current(incarnation, ActorState.STARTING, ActorState.READY)
+        if view is None:
+            return False
+        # A life that held a version had come up well: only the others use up the budget.
+        failed = not view.versions
+        self.actors[view.actor] = replace(
+            view, state=ActorState.LOST, since_s=now_s, note=reason, versions=frozenset(),
+            busy=frozenset(), plan=0, num_failures=view.num_failures + 1 if failed else 0,
+        )  # fmt: skip
+        return True
+
+    def begin_fencing(self, incarnation: Incarnation, now_s: float) -> bool:
+        """Fencing is under way; False when that life is no longer current."""
+        self.observe_lost(incarnation, "did not start in time", now_s)
+        view = self._current(incarnation, ActorState.LOST)
+        if view is None:
+            return False
+        self.actors[view.actor] = replace(view, state=ActorState.FENCING, since_s=now_s)
+        return True
+
+    def observe_fenced(self, incarnation: Incarnation, now_s: float) -> None:
+        """The process is certainly gone: its replacement may allocate."""
+        view = self._current(incarnation, ActorState.FENCING)
+        if view is None:
+            return
+        self.ledger.write(ActorLost(incarnation=incarnation, reason=view.note))
+        self.actors[view.actor] = replace(
+            view, state=ActorState.ABSENT, since_s=now_s, pid=0, endpoint="",
+            retry_at_s=now_s + backoff_s(view.num_failures),
+        )  # fmt: skip
+
+    def fencing_failed(self, incarnation: Incarnation, reason: str, now_s: float) -> None:
+        """Try again: the process may still live."""
+        view = self._current(incarnation, ActorState.FENCING)
+        if view is not None:
+            self.actors[view.actor] = replace(
+                view, state=ActorState.LOST, since_s=now_s, note=reason
+            )
+
+    def begin(self, incarnation: Incarnation, key: str) -> bool:
+        """Mark an operation as under way; False when that life is over."""
+        view = self._current(incarnation, ActorState.READY)
+        if view is None:
+            return False
+        self.actors[view.actor] = replace(view, busy=view.busy | {key})
+        return True
+
+    def finish(
+        self,
+        incarnation: Incarnation,
+        key: str,
+        change: Callable[[ActorView], ActorView],
+    ) -> None:
+        """An operation succeeded; `change` puts its result into the view."""
+        view = self._current(incarnation, ActorState.READY)
+        if view is not None:
+            self.actors[view.actor] = replace(
+                change(view), busy=view.busy - {key}, num_op_failures=0, retry_at_s=0.0, note=""
+            )
+
+    def fail(self, incarnation: Incarnation, key: str, reason: str, now_s: float) -> None:
+        """An operation failed: it is tried again after a pause."""
+        view = self._current(incarnation, ActorState.READY)
+        if view is not None:
+            failures = view.num_op_failures + 1
+            self.actors[view.actor] = replace(
+                view, busy=view.busy - {key}, num_op_failures=failures, note=reason,
+                retry_at_s=now_s + backoff_s(failures),
+            )  # fmt: skip
+
+    def group_terms(self) -> dict[str, int]:
+        """Term of every group's current life, 0 where none is ready."""
+        return {
+            name: self.actors[name].term if self.actors[name].state is ActorState.READY else 0
+            for name in group_ids(self.spec)
+        }
+
+    def is_whole(self) -> bool:
+        """Whether every group of the current plan is ready in the life that the plan names."""
+        plan = self.plan()
+        terms = self.group_terms()
+        return plan is not None and all(
+            terms[group] == peer.incarnation.term for group, peer in plan.peers.items()
+        )
+
+    def plan(self) -> PlacementPlan | None:
+        """The plan that this controller switched to last; None before its first."""
+        return self._plan
+
+    def switch_plan(self, peers: tuple[Incarnation, ...]) -> PlacementPlan:
+        """Make the next plan from the groups' current lives and record it.
+
+        Raises:
+            PlanError: an expert would have no live home.
+            SupernodeError: one of `peers` is not the current, ready life of its group.
+        """
+        views = []
+        for peer in peers:
+            view = self._current(peer, ActorState.READY)
+            if view is None:
+                raise SupernodeError(f"{peer} is not ready", remedy="decide again")
+            views.append(view)
+        before = self.ledger.state.plan
+        plan = PlacementPlan(
+            version=(before.version if before else 0) + 1,
+            homes=self._homes,
+            peers={
+                v.actor: GroupPeer(incarnation=v.incarnation, endpoint=v.endpoint) for v in views
+            },
+        )
+        validate_plan(plan, self.text)
+        records = tuple(PeerRecord(incarnation=v.incarnation, endpoint=v.endpoint) for v in views)
+        self.ledger.write(PlanSwitched(version=plan.version, peers=records))
+        self._plan = plan
+        return plan
+
+    def commit_version(self, version: WeightVersion, now_s: float) -> None:
+        """The version is whole in the store; holders will be asked to load it. Idempotent."""
+        text = str(version)
+        if text in self.ledger.state.versions:
+            return
+        self.ledger.write(VersionCommitted(version=text, line=version.line, step=version.step))
+        self._since[text] = now_s
+
+    def activate_version(self, version: str) -> None:
+        """The version is its line's latest from here on."""
+        self.ledger.write(VersionActivated(version=version))
+
+    def retire_version(self, version: str, reason: str) -> None:
+        """The version is no longer live."""
+        self.ledger.write(VersionRetired(version=version, reason=reason))
+        self._since.pop(version, None)
+
+    def latest(self, line: str) -> str:
+        """Latest active version of `line`.
+
+        Raises:
+            StaleVersionError: the line has none (yet).
+        """
+        version = self.ledger.state.latest.get(line)
+        if version is None:
+            raise StaleVersionError(
+                f"line {line!r} has no live version",
+                remedy="wait until the supernode is ready (k3ray status)",
+                line=line,
+            )
+        return version
+
+    def pin(self, version: str, request_id: str, now_s: float) -> None:
+        """Keep `version` alive for an open request; repeating it keeps the first time.
+
+        Raises:
+            StaleVersionError: the version is not live.
+        """
+        facts = self.ledger.state.versions.get(version)
+        if facts is None or not facts.active:
+            raise StaleVersionError(
+                f"version {version} is not live",
+                remedy="start a new request with the latest version",
+                version=version,
+                live=tuple(self.ledger.state.versions),
+            )
+        known = self._pins.get(request_id)
+        if known is None or known.version != version:
+            self._pins[request_id] = PinView(request_id=request_id, version=version, since_s=now_s)
+
+    def unpin(self, request_id: str) -> None:
+        """The request is over; idempotent."""
+        self._pins.pop(request_id, None)
+
+    def view(self) -> ClusterView:
+        """Actors, plan, the line's versions and pins (leases are the training ledger's)."""
+        state = self.ledger.state
+        plan = self.plan()
+        return ClusterView(
+            actors=dict(self.actors),
+            plan=plan.version if plan else 0,
+            plan_peers={g: p.incarnation.term for g, p in plan.peers.items()} if plan else {},
+            versions=tuple(
+                VersionView(
+                    version=v.version, line=v.line, step=v.step, active=v.active,
+                    latest=state.latest.get(v.line) == v.version,
+                    since_s=self._since[v.version],
+                )
+                for v in state.versions.values()
+                if v.line == self.spec.line
+            ),
+            pins=tuple(self._pins.values()),
+        )  # fmt: skip
+
+    def _current(self, incarnation: Incarnation, *states: ActorState) -> ActorView | None:
+        view = self.actors.get(incarnation.actor)
+        if view is None or view.term != incarnation.term or view.state not in states:
+            return None
+        return view
