@@ -1,0 +1,300 @@
+"""`GroupHandler`: the transport operations of one expert group.
+
+A pure dispatcher: it reads messages, calls `ExpertBank` (committed versions, read-only) and
+`ExpertTrainer` (master of one line), and writes replies. File work runs in a thread of its own
+while the generator yields, so a checkpoint never holds up the serve lane.
+
+Operations (metadata; arrays -> reply arrays), rows and experts int32 [P], latents f32 [N, L]:
+  forward        version, layer; latents, rows, experts -> rows [P, L]
+  train_forward  tag, micro_batch, layer; latents, rows, experts -> rows [P, L]
+  train_eval     step, layer; latents, rows, experts -> rows [P, L]
+  train_backward tag, micro_batch, layer; gradient [P, L] -> gradient of latents [P, L]
+  train_norms    tag -> f64 squares in the order of `owned_names`
+  train_prepare  tag, update plan -> () with `digest`
+  train_apply, train_abort  tag
+  train_load     line, entry or "", seed, step (of a checkpoint)
+  train_save, train_publish line, step, path, shard -> ShardInfo as JSON bytes
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from k3ray.config.model import TextConfig
+from k3ray.errors import K3RayError, StoreError, TransportError
+from k3ray.model.expert_bank import ExpertBank
+from k3ray.model.expert_stack import AnyTensor, ExpertStack, Owned, owned_names
+from k3ray.train.expert_trainer import ExpertTrainer
+from k3ray.train.step_tag import StepTag, UpdatePlan
+from k3ray.transport.protocol import Array, Message
+from k3ray.weights.manifest import EntryKind, ShardInfo
+from k3ray.weights.names import MOMENT_SUFFIXES
+from k3ray.weights.store import StagedEntry, WeightStore
+from k3ray.weights.version import WeightVersion
+
+Reply = Generator[None, None, Message]
+T = TypeVar("T")
+
+POLL_S = 0.002
+"""How long the worker waits for a file thread before it looks at its lanes again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StagedVersion:
+    """What `train_publish` wrote, still in memory: becomes a version without reading it back."""
+
+    step: int
+    shard: ShardInfo
+    stacks: dict[int, ExpertStack]
+
+
+class GroupHandler:
+    """Handler of one group; see the module docstring. One worker thread calls everything.
+
+    Args:
+        cfg: Model sizes.
+        owned: Logical expert ids by 0-based MoE layer.
+        store: The weight store.
+        line: The line whose master trains here.
+    """
+
+    def __init__(
+        self, cfg: TextConfig, owned: Owned, *, store: WeightStore, line: str = "main"
+    ) -> None:
+        self._bank = ExpertBank(cfg, owned)
+        self._trainer = ExpertTrainer(cfg, owned, line=line)
+        self._store = store
+        self._line = line
+        self._staged: _StagedVersion | None = None
+        self._counts: dict[str, int] = {}
+        self._ops: dict[str, Callable[[Message], Reply]] = {
+            "forward": self._forward,
+            "train_forward": self._train_forward,
+            "train_eval": self._train_eval,
+            "train_backward": self._train_backward,
+            "train_norms": self._train_norms,
+            "train_prepare": self._train_prepare,
+            "train_apply": self._train_apply,
+            "train_abort": self._train_abort,
+            "train_load": self._train_load,
+            "train_save": self._train_save,
+            "train_publish": self._train_publish,
+        }
+
+    def __call__(self, message: Message) -> Reply:
+        """Serve one request (a `transport.protocol.Handler`).
+
+        Raises:
+            TransportError: unknown operation or malformed message.
+            StaleVersionError, PlanError, StoreError: see the operations.
+        """
+        serve = self._ops.get(message.op)
+        if serve is None:
+            raise TransportError(
+                f"unknown operation {message.op!r}",
+                remedy=f"client and group run different code; known: {', '.join(self._ops)}",
+                operation=message.op,
+            )
+        self._counts[message.op] = self._counts.get(message.op, 0) + 1
+        try:
+            return (yield from serve(message))
+        except (KeyError, ValueError, IndexError, TypeError) as error:
+            raise TransportError(
+                f"malformed {message.op!r} message: {type(error).__name__}: {error}",
+                remedy="client and group run different code; restart the client",
+                operation=message.op,
+            ) from error
+
+    def versions(self) -> tuple[str, ...]:
+        """Loaded versions."""
+        return self._bank.versions()
+
+    def load_version(self, version: str, tensors: Mapping[str, AnyTensor]) -> None:
+        """Load a committed version from tensors by store name (see `owned_names`)."""
+        self._bank.load_version(version, tensors)
+
+    def activate_staged(self, version: str) -> bool:
+        """Serve `version` from the copy that `train_publish` kept here.
+
+        Returns False when there is none; it is refused unless the store's manifest names exactly
+        the bytes that this group wrote.
+        """
+        staged = self._staged
+        if staged is None or WeightVersion.parse(version).step != staged.step:
+            return False
+        written = self._store.open(self._line, version).manifest.shards
+        if staged.shard not in written:
+            return False
+        self._bank.adopt_version(version, staged.stacks)
+        self._staged = None
+        return True
+
+    def drop_version(self, version: str) -> None:
+        """Free a retired version; unknown ones are fine."""
+        self._bank.drop_version(version)
+
+    def owned_names(self) -> list[str]:
+        """Store names of the weights held here."""
+        return owned_names(self._bank.owned)
+
+    def status(self) -> dict[str, Any]:
+        """JSON-able: versions, experts by layer, bytes, training step, requests served by op."""
+        open_attempt = self._trainer.open_attempt
+        return {
+            "versions": list(self._bank.versions()),
+            "experts": {str(layer): list(held) for layer, held in self._bank.owned.items()},
+            "size_bytes": self._bank.size_bytes + self._trainer.size_bytes,
+            "train": {
+                "line": self._line,
+                "has_master": self._trainer.has_master,
+                "step": self._trainer.committed_step,
+                "attempt": open_attempt.attempt if open_attempt else None,
+            },
+            "served": dict(self._counts),
+        }
+
+    def _forward(self, message: Message) -> Reply:
+        latents, rows, experts = message.arrays
+        result = yield from self._bank.forward(
+            _int(message, "layer"), str(message.meta["version"]), _tensor(latents),
+            rows.astype(np.int32, copy=False), experts.astype(np.int32, copy=False),
+        )  # fmt: skip
+        return _reply(message, result.numpy())
+
+    def _train_forward(self, message: Message) -> Reply:
+        latents, rows, experts = message.arrays
+        result = yield from self._trainer.forward(
+            StepTag.from_meta(message.meta), _key(message), _tensor(latents),
+            rows.astype(np.int32, copy=False), experts.astype(np.int32, copy=False),
+        )  # fmt: skip
+        return _reply(message, result.numpy())
+
+    def _train_eval(self, message: Message) -> Reply:
+        latents, rows, experts = message.arrays
+        result = yield from self._trainer.evaluate(
+            _int(message, "layer"), _int(message, "step"), _tensor(latents),
+            rows.astype(np.int32, copy=False), experts.astype(np.int32, copy=False),
+        )  # fmt: skip
+        return _reply(message, result.numpy())
+
+    def _train_backward(self, message: Message) -> Reply:
+        result = yield from self._trainer.backward(
+            StepTag.from_meta(message.meta), _key(message), _tensor(message.arrays[0])
+        )
+        return _reply(message, result.numpy())
+
+    def _train_norms(self, message: Message) -> Reply:
+        squares = yield from self._trainer.norms(StepTag.from_meta(message.meta))
+        return _reply(message, np.array([squares[n] for n in self.owned_names()]))
+
+    def _train_prepare(self, message: Message) -> Reply:
+        digest = yield from self._trainer.prepare(
+            StepTag.from_meta(message.meta), UpdatePlan.from_meta(message.meta)
+        )
+        return Message(op=message.op, meta={"digest": digest})
+
+    def _train_apply(self, message: Message) -> Reply:
+        yield from ()
+        self._trainer.apply(StepTag.from_meta(message.meta))
+        return Message(op=message.op)
+
+    def _train_abort(self, message: Message) -> Reply:
+        yield from ()
+        self._trainer.abort(StepTag.from_meta(message.meta))
+        return Message(op=message.op)
+
+    def _train_load(self, message: Message) -> Reply:
+        entry, owned = str(message.meta["entry"] or ""), self._bank.owned
+        if not entry:
+            self._trainer.init(_int(message, "seed"))
+            return Message(op=message.op)
+        names = [name for moment in ("", *MOMENT_SUFFIXES) for name in owned_names(owned, moment)]
+        opened = self._store.open(self._line, entry, EntryKind.CHECKPOINT)
+        tensors = yield from _in_thread(lambda: opened.read(names))
+        self._trainer.load(tensors, step=_int(message, "step"))
+        return Message(op=message.op)
+
+    def _train_save(self, message: Message) -> Reply:
+        self._require_step(message)
+        tensors = self._trainer.named_tensors(moments=True)
+        shard = yield from _in_thread(lambda: self._write(message, EntryKind.CHECKPOINT, tensors))
+        return _reply(message, _json_bytes(shard))
+
+    def _train_publish(self, message: Message) -> Reply:
+        self._require_step(message)
+        stacks = self._trainer.master_stacks()
+        tensors = {
+            name: tensor.numpy()
+            for layer, stack in stacks.items()
+            for name, tensor in stack.named(layer).items()
+        }
+        shard = yield from _in_thread(lambda: self._write(message, EntryKind.VERSION, tensors))
+        self._staged = _StagedVersion(step=_int(message, "step"), shard=shard, stacks=stacks)
+        return _reply(message, _json_bytes(shard))
+
+    def _write(self, message: Message, kind: EntryKind, tensors: Mapping[str, Array]) -> ShardInfo:
+        staged = StagedEntry(
+            line=self._line, kind=kind, step=_int(message, "step"), path=str(message.meta["path"])
+        )
+        return self._store.write_shard(staged, str(message.meta["shard"]), tensors)
+
+    def _require_step(self, message: Message) -> None:
+        """The master written must be the one that the trainer means."""
+        step = _int(message, "step")
+        if not self._trainer.has_master or step != self._trainer.committed_step:
+            raise StoreError(
+                f"asked to write step {step} of line {self._line}, the master here is at "
+                f"{self._trainer.committed_step if self._trainer.has_master else 'no step'}",
+                remedy="load the last checkpoint in every group and train on from it",
+                step=step,
+            )
+
+
+def _in_thread(work: Callable[[], T]) -> Generator[None, None, T]:
+    """Run file work beside the worker thread, yielding until it is done."""
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except (K3RayError, OSError) as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="group-files", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(POLL_S)
+        yield
+    if failed:
+        raise failed[0]
+    return done[0]
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    """Float32 tensor over a received array (copied only if it is read-only)."""
+    array = np.ascontiguousarray(array, dtype=np.float32)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _int(message: Message, key: str) -> int:
+    return int(message.meta[key] or 0)
+
+
+def _key(message: Message) -> tuple[int, int]:
+    return _int(message, "micro_batch"), _int(message, "layer")
+
+
+def _reply(message: Message, array: Array) -> Message:
+    return Message(op=message.op, arrays=(array,))
+
+
+def _json_bytes(shard: ShardInfo) -> Array:
+    return np.frombuffer(json.dumps(asdict(shard)).encode(), dtype=np.uint8)

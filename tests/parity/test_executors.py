@@ -1,0 +1,136 @@
+"""Local = disaggregated, bit for bit, under any partition; a lost group changes nothing."""
+
+import numpy as np
+import pytest
+import torch
+
+from k3ray.actors.group_handler import GroupHandler
+from k3ray.config.presets import PRESETS
+from k3ray.errors import PeerLostError, StaleVersionError
+from k3ray.model.disaggregated import DisaggregatedExecutor, HopLimits
+from k3ray.model.expert_bank import ExpertBank
+from k3ray.model.expert_stack import all_experts, init_stacks
+from k3ray.model.group_links import GroupLinks
+from k3ray.model.local_executor import LocalExecutor
+from k3ray.placement.partition import homes_of_partition, replace_peer
+from k3ray.placement.plan import PlacementPlan
+from k3ray.weights.store import WeightStore
+from tests.support.direct_client import DirectClient, PlanBox, peer_of
+
+CFG = PRESETS["k3-tiny"].text_config
+VERSION = "main@1-aaaaaaaaaaaa"
+PARTITIONS = {
+    "one": ((0, 1, 2, 3, 4, 5, 6, 7),),
+    "two": ((0, 1, 2, 3), (4, 5, 6, 7)),
+    "two-swapped": ((4, 5, 6, 7), (0, 1, 2, 3)),
+    "uneven": ((3,), (0, 1, 2, 4, 5, 6, 7)),
+    "three": ((0, 3, 6), (1, 4, 7), (2, 5)),
+    "three-permuted": ((7, 2), (5, 0, 4), (6, 1, 3)),
+}
+
+
+def _tensors():
+    stacks = init_stacks(CFG, all_experts(CFG), seed=4)
+    return {n: t * 10 for layer, s in stacks.items() for n, t in s.named(layer).items()}
+
+
+def _handler(experts, tmp_path):
+    handler = GroupHandler(
+        CFG, dict.fromkeys(CFG.moe_layers, experts), store=WeightStore(tmp_path), line="main"
+    )
+    handler.load_version(VERSION, _tensors())
+    return handler
+
+
+def _remote(partition, tmp_path):
+    groups = [f"group-{index}" for index in range(len(partition))]
+    client = DirectClient()
+    peers = {group: peer_of(group, 1) for group in groups}
+    for group, experts in zip(groups, partition, strict=True):
+        client.handlers[peers[group].incarnation] = _handler(experts, tmp_path)
+    plan = PlacementPlan(version=1, homes=homes_of_partition(partition, groups, CFG), peers=peers)
+    return client, PlanBox(plan)
+
+
+def _batch(num_tokens):
+    rng = np.random.default_rng(num_tokens)
+    ids = np.stack([
+        rng.choice(CFG.num_experts, CFG.num_experts_per_token, replace=False)
+        for _ in range(num_tokens)
+    ])  # fmt: skip
+    generator = torch.Generator().manual_seed(num_tokens)
+    latents = torch.randn(num_tokens, CFG.routed_expert_hidden_size, generator=generator)
+    return latents, torch.from_numpy(ids)
+
+
+def _local(num_tokens):
+    bank = ExpertBank(CFG, all_experts(CFG))
+    bank.load_version(VERSION, _tensors())
+    executor = LocalExecutor(bank, version=VERSION)
+    return [executor.forward(layer, *_batch(num_tokens)) for layer in CFG.moe_layers]
+
+
+@pytest.mark.parametrize("partition", PARTITIONS.values(), ids=PARTITIONS.keys())
+@pytest.mark.parametrize("num_tokens", [1, 5, 130])
+def test_local_equals_disaggregated(partition, num_tokens, tmp_path):
+    client, plans = _remote(partition, tmp_path)
+    executor = DisaggregatedExecutor(GroupLinks(client), plans, version=VERSION)
+    for layer, want in zip(CFG.moe_layers, _local(num_tokens), strict=True):
+        got = executor.forward(layer, *_batch(num_tokens))
+        assert torch.equal(got, want)
+
+
+def test_a_token_is_sent_to_a_group_once(tmp_path):
+    client, plans = _remote(PARTITIONS["two"], tmp_path)
+    sent = []
+    client.observe = lambda peer, message: sent.append(message)
+    executor = DisaggregatedExecutor(GroupLinks(client), plans, version=VERSION)
+    latents, ids = _batch(64)
+    executor.forward(CFG.moe_layers[0], latents, ids)
+    for index, message in enumerate(sent):
+        here = (ids // 4 == index).any(dim=1)
+        assert message.arrays[0].shape[0] == int(here.sum())
+        assert (np.diff(message.arrays[1]) >= 0).all()
+
+
+def test_a_lost_group_is_waited_for_and_only_its_part_is_sent_again(tmp_path):
+    client, plans = _remote(PARTITIONS["two"], tmp_path)
+    suspected, sent = [], []
+    links = GroupLinks(client, on_lost=lambda who, error: suspected.append((who, error.code)))
+    executor = DisaggregatedExecutor(links, plans, version=VERSION)
+    layer = CFG.moe_layers[0]
+    victim = plans.plan.peers["group-1"].incarnation
+
+    def kill_on_first(peer, message):
+        sent.append(str(peer))
+        if peer == victim:
+            client.kill(victim)
+
+    def rebuild():
+        peer = peer_of("group-1", 2)
+        client.handlers[peer.incarnation] = _handler(PARTITIONS["two"][1], tmp_path)
+        plans.plan = replace_peer(plans.plan, peer)
+
+    client.observe, plans.on_wait = kill_on_first, rebuild
+    got = executor.forward(layer, *_batch(32))
+    assert torch.equal(got, _local(32)[0])
+    assert suspected == [(victim, "peer_lost")]
+    assert sent == ["group-0#1", "group-1#1", "group-1#2"]
+    assert links.num_retries == 1
+
+
+def test_no_new_life_within_the_deadline_is_the_peers_error(tmp_path):
+    client, plans = _remote(PARTITIONS["one"], tmp_path)
+    client.kill(plans.plan.peers["group-0"].incarnation)
+    executor = DisaggregatedExecutor(
+        GroupLinks(client), plans, version=VERSION, limits=HopLimits(rebuild_s=0.01)
+    )
+    with pytest.raises(PeerLostError, match="group-0#1"):
+        executor.forward(CFG.moe_layers[0], *_batch(3))
+
+
+def test_unknown_version_is_refused(tmp_path):
+    client, plans = _remote(PARTITIONS["one"], tmp_path)
+    executor = DisaggregatedExecutor(GroupLinks(client), plans, version="main@9-cccccccccccc")
+    with pytest.raises(StaleVersionError, match="not loaded"):
+        executor.forward(CFG.moe_layers[0], *_batch(3))

@@ -1,0 +1,108 @@
+"""`DirectClient`: a transport client that runs the peers' handlers in the caller's own thread.
+
+For tests of what is built on the transport: no threads, no time, deaths exactly where a test wants
+them. Real clients are covered by the transport's own contract tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from k3ray.clock import Deadline
+from k3ray.errors import K3RayError, PeerLostError
+from k3ray.ids import Incarnation
+from k3ray.model.expert_math import finish
+from k3ray.placement.plan import GroupPeer, PlacementPlan
+from k3ray.transport.protocol import Handler, Lane, Message, Pending
+
+Observer = Callable[[Incarnation, Message], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class DirectPending:
+    """A request that has already been answered."""
+
+    peer: Incarnation
+    reply: Message | K3RayError
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+
+class DirectClient:
+    """Handlers by incarnation; `observe` sees every message before it is handled."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[Incarnation, Handler] = {}
+        self.observe: Observer = lambda peer, message: None
+
+    def kill(self, peer: Incarnation) -> None:
+        """The peer's process is gone."""
+        self.handlers.pop(peer, None)
+
+    def connect(self, peer: Incarnation, endpoint: str, deadline: Deadline) -> None:
+        """Nothing to do; a dead peer is refused."""
+        self._handler(peer, "connect")
+
+    def send(self, peer: Incarnation, message: Message, *, lane: Lane) -> Pending:
+        """Handle at once."""
+        self.observe(peer, message)
+        try:
+            reply: Message | K3RayError = finish(self._handler(peer, message.op)(message))
+        except PeerLostError:
+            raise
+        except K3RayError as error:
+            reply = error
+        return DirectPending(peer=peer, reply=reply)
+
+    def wait(self, pendings: Sequence[Pending], deadline: Deadline) -> list[Message]:
+        """The replies."""
+        replies = []
+        for pending in pendings:
+            assert isinstance(pending, DirectPending)
+            self._handler(pending.peer, "wait")
+            if isinstance(pending.reply, K3RayError):
+                raise pending.reply
+            replies.append(pending.reply)
+        return replies
+
+    def disconnect(self, peer: Incarnation) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def _handler(self, peer: Incarnation, operation: str) -> Handler:
+        handler = self.handlers.get(peer)
+        if handler is None:
+            raise PeerLostError(
+                f"{peer} is dead", remedy="wait for a new plan", peer=str(peer), operation=operation
+            )
+        return handler
+
+
+class PlanBox:
+    """A `PlanSource` whose next plan is made by `on_wait` when somebody waits for it."""
+
+    def __init__(self, plan: PlacementPlan) -> None:
+        self.plan = plan
+        self.on_wait: Callable[[], None] = lambda: None
+
+    def current(self) -> PlacementPlan:
+        """The plan."""
+        return self.plan
+
+    def wait_newer(self, than_version: int, deadline: Deadline) -> PlacementPlan:
+        """Calls `on_wait`, which must have made a newer plan."""
+        if self.plan.version <= than_version:
+            self.on_wait()
+        if self.plan.version <= than_version:
+            raise deadline.error()
+        return self.plan
+
+
+def peer_of(group: str, term: int) -> GroupPeer:
+    """A peer without a real endpoint."""
+    return GroupPeer(incarnation=Incarnation(actor=group, term=term), endpoint=f"direct:{group}")
