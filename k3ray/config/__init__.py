@@ -1,0 +1,1 @@
+"""Configuration: strict pydantic objects, presets, YAML and overrides; no torch, no Ray."""

@@ -57,7 +57,7 @@ def load_config(
     except ValidationError as error:
         violations += describe(cls, error)
     if violations:
-        raise _config_error(cls, source, violations)
+        raise config_error(cls, source, violations)
     return config
 
 
@@ -66,7 +66,7 @@ def validate_json(cls: type[T], data: Mapping[str, Any], *, source: str) -> T:
     try:
         return cls.model_validate_json(json.dumps(dict(data)))
     except ValidationError as error:
-        raise _config_error(cls, source, describe(cls, error)) from error
+        raise config_error(cls, source, describe(cls, error)) from error
 
 
 def read_mapping(path: str) -> dict[str, Any]:
@@ -195,7 +195,8 @@ def _own_default(field: Any) -> object:
     return None if field.is_required() else field.get_default(call_default_factory=True)
 
 
-def _config_error(cls: type[BaseModel], source: str, violations: Sequence[str]) -> ConfigError:
+def config_error(cls: type[BaseModel], source: str, violations: Sequence[str]) -> ConfigError:
+    """The one error that lists all violations of `cls` found in `source`."""
     count = f"{len(violations)} violation" + ("s" if len(violations) > 1 else "")
     return ConfigError(
         f"{cls.__name__} ({source}) has {count}: " + "; ".join(violations),

@@ -68,17 +68,20 @@ class TextConfig(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        problems: list[str] = []
         if self.num_experts_per_token > self.num_experts:
-            raise ValueError(
+            problems.append(
                 f"num_experts_per_token ({self.num_experts_per_token}) exceeds num_experts "
                 f"({self.num_experts}): lower the first or raise the second"
             )
         full = self.linear_attn_config.full_attn_layers
         if any(not 1 <= layer <= self.num_hidden_layers for layer in full):
-            raise ValueError(
+            problems.append(
                 f"linear_attn_config.full_attn_layers {full} must be 1-based layers within "
                 f"num_hidden_layers ({self.num_hidden_layers})"
             )
+        if problems:
+            raise ValueError("; ".join(problems))
         return self
 
     @property

@@ -42,7 +42,7 @@ PRESETS: dict[str, ModelConfig] = {
         mla_dims=(64, 32, 64), block=4, context=32768)),
     "k3-bench28": ModelConfig(text_config=_text(
         vocab=4352, hidden=256, layers=8, heads=4, head_dim=64, experts=32, top_k=4,
-        latent=128, moe_inter=128, dense_inter=1024, lora=(96, 64),
+        latent=128, moe_inter=224, dense_inter=1024, lora=(96, 64),
         mla_dims=(64, 32, 64), block=4, context=32768)),
     "k3-nano": ModelConfig(text_config=_text(
         vocab=4352, hidden=128, layers=9, heads=4, head_dim=32, experts=32, top_k=4,

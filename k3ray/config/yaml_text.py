@@ -14,7 +14,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import Node, ScalarNode
+from ruamel.yaml.nodes import Node, ScalarNode, SequenceNode
 from ruamel.yaml.representer import SafeRepresenter
 
 from k3ray.errors import ConfigError
@@ -41,10 +41,10 @@ _Constructor.add_constructor(f"{_TAG}timestamp", _Constructor.construct_timestam
 class _Representer(SafeRepresenter):
     """Safe representer that writes lists of scalars on one line."""
 
-    def represent_list(self, data: list[Any]) -> Node:
+    def represent_list(self, data: list[Any]) -> SequenceNode:
         """A sequence node, in flow style when no item is itself a collection."""
         flat = not any(isinstance(item, list | dict) for item in data)
-        node: Node = self.represent_sequence(f"{_TAG}seq", data, flow_style=flat)
+        node: SequenceNode = self.represent_sequence(f"{_TAG}seq", data, flow_style=flat)
         return node
 
 
