@@ -1,0 +1,166 @@
+"""OpenAI's response objects from pieces: whole answers, stream chunks, usage, model list.
+
+Field order follows OpenAI's documentation. A stream's chunks concatenate to the whole answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from k3ray.serve.api import Call, CallKind
+from k3ray.serve.pieces import Alternative, Piece, SentToken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """What all objects of one answer share: id, creation time (Unix s), call, weight version."""
+
+    answer_id: str
+    created_s: int
+    call: Call
+    version: str
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        """The common head of an object."""
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.call.model,
+            "system_fingerprint": self.version,
+        }
+
+
+def stream_chunk(envelope: Envelope, choice: int, piece: Piece, *, offset: int) -> dict[str, Any]:
+    """One SSE object.
+
+    Args:
+        offset: Characters of text that the choice had before this piece (`text_offset`).
+    """
+    call = envelope.call
+    if call.kind is CallKind.CHAT:
+        body = {"index": choice, "delta": _delta(piece), "finish_reason": piece.finish}
+        kind = "chat.completion.chunk"
+    else:
+        body = {"index": choice, "text": piece.content, "finish_reason": piece.finish}
+        kind = "text_completion"
+    body["logprobs"] = _logprobs(call, piece.tokens, offset)
+    if call.return_token_ids:
+        body["token_ids"] = [sent.token for sent in piece.tokens]
+    chunk = {**envelope.fields(kind), "choices": [body]}
+    return {**chunk, "usage": None} if call.include_usage else chunk
+
+
+def usage_chunk(envelope: Envelope, usage: Mapping[str, Any]) -> dict[str, Any]:
+    """The last object of a stream with `include_usage`."""
+    chat = envelope.call.kind is CallKind.CHAT
+    kind = "chat.completion.chunk" if chat else "text_completion"
+    return {**envelope.fields(kind), "choices": [], "usage": dict(usage)}
+
+
+def whole_answer(
+    envelope: Envelope, choices: Sequence[Sequence[Piece]], usage: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The answer of a request without `stream`."""
+    chat = envelope.call.kind is CallKind.CHAT
+    build = _chat_choice if chat else _text_choice
+    return {
+        **envelope.fields("chat.completion" if chat else "text_completion"),
+        "choices": [build(envelope.call, i, pieces) for i, pieces in enumerate(choices)],
+        "usage": dict(usage),
+    }
+
+
+def usage_of(num_prompt_tokens: int, choices: Iterable[Sequence[Piece]]) -> dict[str, Any]:
+    """Token counts; every generated token counts, end tokens too."""
+    completion = sum(len(piece.tokens) for pieces in choices for piece in pieces)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": num_prompt_tokens + completion,
+    }
+
+
+def model_object(name: str, *, created_s: int, context: int, version: str) -> dict[str, Any]:
+    """One entry of `/v1/models`."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "k3ray",
+        "max_model_len": context,
+        "weight_version": version,
+    }
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    delta: dict[str, Any] = {}
+    if piece.opens:
+        delta["role"] = "assistant"
+    if piece.reasoning:
+        delta["reasoning_content"] = piece.reasoning
+    if piece.content or piece.opens:
+        delta["content"] = piece.content
+    return delta
+
+
+def _chat_choice(call: Call, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+    reasoning = "".join(piece.reasoning for piece in pieces)
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": "".join(piece.content for piece in pieces),
+        "refusal": None,
+    }
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    return _choice(call, index, pieces, message=message)
+
+
+def _text_choice(call: Call, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+    return _choice(call, index, pieces, text="".join(piece.content for piece in pieces))
+
+
+def _choice(call: Call, index: int, pieces: Sequence[Piece], **body: Any) -> dict[str, Any]:
+    tokens = [sent for piece in pieces for sent in piece.tokens]
+    choice: dict[str, Any] = {"index": index, **body}
+    choice["logprobs"] = _logprobs(call, tokens, 0)
+    choice["finish_reason"] = pieces[-1].finish if pieces else None
+    if call.return_token_ids:
+        choice["token_ids"] = [sent.token for sent in tokens]
+    return choice
+
+
+def _logprobs(call: Call, tokens: Sequence[SentToken], offset: int) -> dict[str, Any] | None:
+    if not call.logprobs or not tokens:
+        return None
+    if call.kind is CallKind.CHAT:
+        return {
+            "content": [
+                {**_entry(sent), "top_logprobs": [_entry(other) for other in sent.top]}
+                for sent in tokens
+            ],
+            "refusal": None,
+        }
+    offsets: list[int] = []
+    for sent in tokens:
+        offsets.append(offset)
+        offset += len(sent.text)
+    return {
+        "tokens": [sent.text for sent in tokens],
+        "token_logprobs": [sent.logprob for sent in tokens],
+        "top_logprobs": [_top_by_text(sent) for sent in tokens],
+        "text_offset": offsets,
+    }
+
+
+def _entry(token: SentToken | Alternative) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.raw)}
+
+
+def _top_by_text(sent: SentToken) -> dict[str, float]:
+    """The alternatives and, as OpenAI does, the token itself."""
+    top = {other.text: other.logprob for other in sent.top}
+    top.setdefault(sent.text, sent.logprob)
+    return top
