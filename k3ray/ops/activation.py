@@ -1,0 +1,147 @@
+"""Sigmoid, SiLU and the SiTU-GLU, written with `exp` so that a row's bits never depend on its mates.
+
+ATen's own sigmoid and SiLU change bits with the element count (design, section 5); `exp` and `tanh`
+do not. Each has a hand-written backward that is finite for every finite input. Half-precision
+inputs are computed in float32 and cast back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to compute in: float32 at least, float64 stays."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """1 / (1 + exp(-x)), any shape and float dtype; exactly 0 below about -88 in float32."""
+    return _Sigmoid.apply(x)  # type: ignore[no-any-return]
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(x), any shape and float dtype."""
+    return _Silu.apply(x)  # type: ignore[no-any-return]
+
+
+def situ_glu(
+    gate: torch.Tensor, up: torch.Tensor, *, beta: float, linear_beta: float | None
+) -> torch.Tensor:
+    """SiTU-GLU: beta*tanh(gate/beta)*sigmoid(gate) * linear_beta*tanh(up/linear_beta).
+
+    Args:
+        gate: [..., F] float.
+        up: [..., F] float.
+        beta: Bound of the gate branch.
+        linear_beta: Bound of the up branch; None leaves it linear.
+
+    Returns:
+        [..., F] in the dtype of `gate`; at most beta * linear_beta in size.
+
+    Source: Kimi K3 technical report, section 2.3; release `activation_situ_*`.
+    """
+    return _SituGlu.apply(gate, up, beta, linear_beta)  # type: ignore[no-any-return]
+
+
+def situ_glu_backward(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    grad: torch.Tensor,
+    *,
+    beta: float,
+    linear_beta: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `situ_glu` for callers without autograd.
+
+    Args:
+        gate: [..., F] as in the forward.
+        up: [..., F] as in the forward.
+        grad: [..., F] gradient of the result.
+        beta: As in the forward.
+        linear_beta: As in the forward.
+
+    Returns:
+        (grad_gate, grad_up), each [..., F] in the dtype of its input.
+    """
+    dtype = wide_dtype(gate.dtype)
+    g, u, dy = gate.to(dtype), up.to(dtype), grad.to(dtype)
+    s = _sigmoid(g)
+    t = torch.tanh(g / beta)
+    if linear_beta is None:
+        bounded_up, slope_up = u, None
+    else:
+        t_up = torch.tanh(u / linear_beta)
+        bounded_up = t_up * linear_beta
+        slope_up = t_up.square_().neg_().add_(1.0)
+    bounded_gate = t * s * beta
+    # d/dg [beta t s] = s (1 - t^2) + beta t s (1 - s)
+    slope_gate = (1.0 - t.square()).mul_(s).add_(bounded_gate * (1.0 - s))
+    grad_gate = slope_gate.mul_(dy).mul_(bounded_up)
+    grad_up = bounded_gate.mul_(dy)
+    if slope_up is not None:
+        grad_up = grad_up.mul_(slope_up)
+    return grad_gate.to(gate.dtype), grad_up.to(up.dtype)
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    # exp(-x) may overflow to inf, and 1 / inf is the right limit; no branch on the sign is needed.
+    return torch.exp(-x).add_(1.0).reciprocal_()
+
+
+class _Sigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        s = _sigmoid(x.to(wide_dtype(x.dtype))).to(x.dtype)
+        ctx.save_for_backward(s)
+        return s
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (s,) = ctx.saved_tensors
+        return (1.0 - s).mul_(s).mul_(grads[0])
+
+
+class _Silu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        wide = x.to(wide_dtype(x.dtype))
+        return _sigmoid(wide).mul_(wide).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        wide = x.to(wide_dtype(x.dtype))
+        s = _sigmoid(wide)
+        # s + x s (1 - s), with the product first so that a large |x| meets an exact zero.
+        slope = (1.0 - s).mul_(s).mul_(wide).add_(s)
+        return slope.mul_(grads[0]).to(x.dtype)
+
+
+class _SituGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.bounds = (beta, linear_beta)
+        dtype = wide_dtype(gate.dtype)
+        g, u = gate.to(dtype), up.to(dtype)
+        out = torch.tanh(g / beta).mul_(beta).mul_(_sigmoid(g))
+        if linear_beta is None:
+            out.mul_(u)
+        else:
+            out.mul_(torch.tanh(u / linear_beta).mul_(linear_beta))
+        return out.to(gate.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        gate, up = ctx.saved_tensors
+        beta, linear_beta = ctx.bounds
+        grad_gate, grad_up = situ_glu_backward(
+            gate, up, grads[0], beta=beta, linear_beta=linear_beta
+        )
+        return grad_gate, grad_up, None, None
