@@ -1,4 +1,4 @@
-"""`ModelConfig` from the release's own `config.json`, unchanged, or from a preset.
+"""`ModelConfig` from the release's own `config.json`, unchanged.
 
 `read_release_config` refuses what we would compute wrongly: unknown keys, values that the model
 code does not implement, a `kda_layers` list that is not the complement of `full_attn_layers`.
@@ -17,40 +17,9 @@ from pydantic import ValidationError
 from k3ray.config import release_facts as facts
 from k3ray.config.load import config_error, read_mapping
 from k3ray.config.model import LinearAttnConfig, ModelConfig, TextConfig
-from k3ray.config.presets import PRESETS
-from k3ray.config.supernode import SupernodeSpec
 from k3ray.config.violations import describe
-from k3ray.errors import ConfigError
 
 _MISSING = object()
-
-
-def model_config(spec: SupernodeSpec) -> ModelConfig:
-    """The model of a spec: its `model_config_file` where one is named, else its preset.
-
-    Raises:
-        ConfigError: unknown preset, or a file that `read_release_config` refuses.
-    """
-    if spec.model_config_file is not None:
-        return read_release_config(spec.model_config_file)
-    return preset_config(spec.preset)
-
-
-def preset_config(name: str) -> ModelConfig:
-    """The preset called `name`.
-
-    Raises:
-        ConfigError: no such preset; names the nearest one.
-    """
-    if name in PRESETS:
-        return PRESETS[name]
-    near = difflib.get_close_matches(name, PRESETS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ConfigError(
-        f"unknown preset {name!r}",
-        remedy=f"{hint}presets: {', '.join(PRESETS)}",
-        violations=(f"preset: {name!r} is unknown",),
-    )
 
 
 def read_release_config(path: str) -> ModelConfig:
