@@ -193,6 +193,18 @@ class Supervisor:
                 retry_at_s=now_s + backoff_s(failures),
             )  # fmt: skip
 
+    def is_ready(self, incarnation: Incarnation) -> bool:
+        """Whether that very life is ready."""
+        return self._current(incarnation, ActorState.READY) is not None
+
+    def experts_of(self, group: str) -> dict[int, tuple[int, ...]]:
+        """Experts by layer that the partition gives to `group` (none for others)."""
+        held = {
+            layer: tuple(e for e, home in enumerate(homes) if home == group)
+            for layer, homes in self._homes.items()
+        }
+        return {layer: experts for layer, experts in held.items() if experts}
+
     def group_terms(self) -> dict[str, int]:
         """Term of every group's current life, 0 where none is ready."""
         return {

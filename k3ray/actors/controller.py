@@ -1,0 +1,254 @@
+"""`Controller`: the one actor that owns the supernode; a shell around `ControlLoop`.
+
+It holds no tensors and answers quickly: long waits are long polls with a deadline. Its methods are
+the control plane of everybody else: ingress, train workers, jobs, the command, the web page.
+`create_controller` makes it; `k3ray.control` decides; the journal remembers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from k3ray.actors.controller_boot import first_version, missing_versions
+from k3ray.actors.controller_clients import ClientRegistry
+from k3ray.actors.controller_cluster import ActorCluster, Folders, own_node, typed_cause
+from k3ray.actors.controller_loop import ControlLoop
+from k3ray.actors.controller_status import serving_stacks, status_document
+from k3ray.actors.controller_training import TrainingMethods
+from k3ray.actors.names import actor_name
+from k3ray.actors.specs import CONTROLLER_NAME, NAMESPACE
+from k3ray.clock import Deadline, monotonic
+from k3ray.config.home import Home
+from k3ray.config.model import TextConfig
+from k3ray.config.resolve import resolve_model
+from k3ray.config.supernode import SupernodeSpec
+from k3ray.control.journal import Journal
+from k3ray.control.ledger import Ledger
+from k3ray.control.records import SupernodeDown
+from k3ray.control.supervisor import Supervisor
+from k3ray.control.training import TrainingLedger
+from k3ray.errors import K3RayError, StaleVersionError, SupernodeError
+from k3ray.ids import Incarnation, Role
+from k3ray.placement.partition import even_partition
+from k3ray.placement.plan import PlacementPlan
+from k3ray.weights.store import WeightStore
+
+MAX_LONG_POLL_S = 60.0
+NUM_CHECKPOINTS_KEPT = 2
+
+_log = logging.getLogger(__name__)
+
+
+class ControllerCore(TrainingMethods):
+    """All of the controller's methods; `Controller` is this class as a Ray actor."""
+
+    def __init__(self, spec: SupernodeSpec, folders: Folders) -> None:
+        text = resolve_model(spec).text_config
+        partition = spec.partition or even_partition(text.num_experts, spec.groups)
+        folders.journal_file.parent.mkdir(parents=True, exist_ok=True)
+        ledger = Ledger(Journal.open(folders.journal_file))
+        if ledger.journal.torn is not None:
+            _log.warning("event=journal.torn_tail_cut %s", ledger.journal.torn)
+        now_s = monotonic()
+        self._spec = spec
+        self._text: TextConfig = text
+        self._store = WeightStore(folders.store_dir)
+        self._ledger = ledger
+        self._supervisor = Supervisor(spec, text, partition, ledger, now_s=now_s)
+        self._training = TrainingLedger(ledger, ttl_s=spec.lease_ttl_s, now_s=now_s)
+        self._cluster = ActorCluster(spec, text, folders, term=ledger.term)
+        self._clients = ClientRegistry(ledger, silence_s=spec.lease_ttl_s)
+        self._metrics: dict[str, dict[str, Any]] = {}
+        self._loop: ControlLoop | None = None
+        self._runner: asyncio.Task[None] | None = None
+
+    async def begin(self) -> int:
+        """Start deciding; returns the controller's term. Called once, by the creator."""
+        if self._loop is None:
+            self._loop = ControlLoop(
+                self._supervisor, self._training, self._cluster, self._clients, self._store
+            )
+            for version, reason in missing_versions(self._spec, self._store, self._ledger).items():
+                self._supervisor.retire_version(version, reason)
+            self._loop.spawn(self._boot(self._loop))
+            self._runner = asyncio.get_running_loop().create_task(self._loop.run())
+            self._runner.add_done_callback(_end_with_the_loop)
+        return self._ledger.term
+
+    async def _boot(self, loop: ControlLoop) -> None:
+        try:
+            version = await asyncio.to_thread(
+                first_version, self._spec, self._text, self._store, self._ledger
+            )
+            self._supervisor.commit_version(version, monotonic())
+        except K3RayError as error:
+            loop.failure = str(error)
+        loop.notify()
+
+    async def status(self) -> dict[str, Any]:
+        """What `k3ray status --json` prints; see `status_document`."""
+        own = {"node": own_node(), "pid": os.getpid(), "term": self._ledger.term}
+        return status_document(self._running, controller=own, training=self._metrics)
+
+    async def plan(self) -> PlacementPlan:
+        """The current plan.
+
+        Raises:
+            StaleVersionError: there is none yet.
+        """
+        plan = self._supervisor.plan()
+        if plan is None:
+            raise StaleVersionError(
+                "no placement plan yet", remedy="wait until the supernode is ready"
+            )
+        return plan
+
+    async def wait_plan(self, than: int, wait_s: float) -> PlacementPlan | None:
+        """The first plan with a version above `than`; None when none came within `wait_s`."""
+        deadline = Deadline.after(
+            min(wait_s, MAX_LONG_POLL_S), operation="wait_plan", peer=CONTROLLER_NAME
+        )
+
+        def newer() -> bool:
+            plan = self._supervisor.plan()
+            return plan is not None and plan.version > than
+
+        return self._supervisor.plan() if await self._running.until(newer, deadline) else None
+
+    async def register(
+        self, role: str, actor_id: str, pid: int, node: str, endpoint: str
+    ) -> Incarnation:
+        """A client process (ingress, train worker) comes to life; returns its incarnation."""
+        return self._clients.register(
+            Role(role), actor_id, (pid, node, endpoint), now_s=monotonic()
+        )
+
+    async def heartbeat(self, incarnation: Incarnation) -> None:
+        """A registered client lives.
+
+        Raises:
+            FencedError: it was replaced or dropped.
+        """
+        self._clients.heartbeat(incarnation, now_s=monotonic())
+
+    async def stacks(self) -> list[dict[str, Any]]:
+        """Stacks that serve the latest version: id, term, actor_name, load (open requests)."""
+        return [
+            {
+                "id": stack.actor,
+                "term": stack.term,
+                "actor_name": actor_name(stack.incarnation),
+                "load": _load_of(self._running.stats.get(stack.incarnation, {})),
+            }
+            for stack in serving_stacks(self._running)
+        ]
+
+    async def latest_version(self, line: str | None = None) -> str:
+        """Latest live version of a line (default: the supernode's).
+
+        Raises:
+            StaleVersionError: it has none.
+        """
+        return self._supervisor.latest(line or self._spec.line)
+
+    async def pin(self, version: str | None, request_id: str) -> str:
+        """Keep a version (None: the latest) alive for a request; returns the version.
+
+        Raises:
+            StaleVersionError: it is not live.
+        """
+        chosen = version or self._supervisor.latest(self._spec.line)
+        self._supervisor.pin(chosen, request_id, monotonic())
+        return chosen
+
+    async def unpin(self, request_id: str) -> None:
+        """The request is over; unknown ones are fine."""
+        self._supervisor.unpin(request_id)
+        self._running.notify()
+
+    async def report_lost(self, incarnation: Incarnation, by: str) -> bool:
+        """A peer saw a death; the controller looks for itself. Returns whether it is true."""
+        _log.info("event=peer.reported_lost incarnation=%s by=%s", incarnation, by)
+        return await self._running.verify(incarnation)
+
+    async def stop(self) -> None:
+        """End all actors and journal the end; `k3ray down` does the rest."""
+        await self._running.stop()
+        for lease in list(self._ledger.state.leases):
+            self._training.end(lease, "the supernode was stopped")
+        await asyncio.gather(*(self._end(actor) for actor in list(self._supervisor.actors)))
+        self._ledger.write(SupernodeDown(reason="stop was called"))
+
+    async def _end(self, actor: str) -> None:
+        incarnation = self._supervisor.actors[actor].incarnation
+        self._supervisor.observe_lost(incarnation, "the supernode was stopped", monotonic())
+        if not self._supervisor.begin_fencing(incarnation, monotonic()):
+            return
+        try:
+            await self._cluster.fence(
+                incarnation,
+                self._running.facts(actor),
+                limit_s=self._spec.deadlines.commit_s,
+            )
+        except K3RayError as error:
+            _log.warning("event=stop.fence_failed %s", error)
+            return
+        self._supervisor.observe_fenced(incarnation, monotonic())
+
+
+Controller: Any = ray.remote(ControllerCore)
+
+
+def create_controller(spec: SupernodeSpec, home: Home) -> Any:
+    """Create the detached controller of `home` and let it begin; returns its handle.
+
+    Raises:
+        SupernodeError: it did not come up in time, or died.
+        JournalError, PlanError, ConfigError: what its beginning raised.
+    """
+    folders = Folders(
+        store_dir=Path(spec.store_dir) if spec.store_dir else home.store_dir,
+        socket_dir=home.socket_dir,
+        journal_file=Path(spec.journal_file) if spec.journal_file else home.journal_file,
+    )
+    handle = Controller.options(
+        name=CONTROLLER_NAME, namespace=NAMESPACE, lifetime="detached", num_cpus=0,
+        max_restarts=0, max_task_retries=0,
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}},
+    ).remote(spec, folders)  # fmt: skip
+    try:
+        ray.get(handle.begin.remote(), timeout=spec.deadlines.start_s)
+    except GetTimeoutError as error:
+        raise SupernodeError(
+            f"the controller did not begin within {spec.deadlines.start_s:g} s",
+            remedy="run `k3ray doctor`; is the machine overloaded?",
+        ) from error
+    except RayTaskError as error:
+        raise typed_cause(error, "the controller's beginning") from error
+    except RayActorError as error:
+        raise SupernodeError(
+            f"the controller died at its beginning: {error}",
+            remedy="see the logs of the Ray session",
+        ) from error
+    return handle
+
+
+def _load_of(stats: Mapping[str, Any]) -> int:
+    """Open requests of a stack by its last answer."""
+    return sum(int(stats.get(key, 0)) for key in ("running", "waiting"))
+
+
+def _end_with_the_loop(task: asyncio.Task[None]) -> None:
+    """A controller whose loop broke must not look alive: end the process, visibly."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.critical("event=controller.loop_failed", exc_info=error)
+        logging.shutdown()
+        os._exit(70)

@@ -1,0 +1,67 @@
+"""Boot of a controller: folders, journal, and the version to begin with.
+
+A fresh line gets its first version from the seed; a line with versions goes on with the latest
+that the journal or the store knows. Nothing is taken over that the model config does not fit.
+"""
+
+from __future__ import annotations
+
+from k3ray.config.load import config_digest
+from k3ray.config.model import TextConfig
+from k3ray.config.supernode import SupernodeSpec
+from k3ray.control.ledger import Ledger
+from k3ray.errors import StoreError
+from k3ray.weights.manifest import EntryKind
+from k3ray.weights.store import StoreEntry, WeightStore
+from k3ray.weights.version import WeightVersion
+
+STALE_STAGING_S = 3600.0
+
+
+def first_version(
+    spec: SupernodeSpec, text: TextConfig, store: WeightStore, ledger: Ledger
+) -> WeightVersion:
+    """The version that a booting supernode serves first; written if the line has none. Slow
+    (it may initialise a model): run it off the event loop.
+
+    Raises:
+        StoreError: the journal's latest version is not readable, or is of another model.
+    """
+    store.sweep(spec.line, older_than_s=STALE_STAGING_S)
+    journaled = ledger.state.latest.get(spec.line)
+    entry = (
+        store.open(spec.line, journaled)
+        if journaled is not None
+        else store.latest(spec.line, EntryKind.VERSION)
+    )
+    if entry is not None:
+        _require_model(entry, text)
+        return entry.version
+    from k3ray.actors.initial_weights import write_initial_version  # imports torch
+
+    return write_initial_version(store, text, line=spec.line, seed=spec.seed)
+
+
+def missing_versions(spec: SupernodeSpec, store: WeightStore, ledger: Ledger) -> dict[str, str]:
+    """Journaled live versions of the line (but its latest) that the store no longer has, each with
+    the reason; they are retired at boot."""
+    reasons = {}
+    for version in ledger.state.versions:
+        if version == ledger.state.latest.get(spec.line):
+            continue
+        try:
+            store.open(ledger.state.versions[version].line, version)
+        except StoreError as error:
+            reasons[version] = error.message
+    return reasons
+
+
+def _require_model(entry: StoreEntry, text: TextConfig) -> None:
+    written_by = entry.manifest.meta.get("model")
+    if written_by is not None and written_by != config_digest(text):
+        raise StoreError(
+            f"{entry.version} was written by another model config ({str(written_by)[:12]}, this "
+            f"spec has {config_digest(text)[:12]})",
+            remedy="use the preset it was trained with, another line, or another K3RAY_HOME",
+            version=str(entry.version),
+        )

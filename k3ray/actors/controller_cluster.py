@@ -1,0 +1,257 @@
+"""`ActorCluster`: the controller's only door to Ray: start, fence, ask an actor, watch it die.
+
+Every call has a deadline and translates Ray's errors: a dead actor is `PeerLostError`, silence is
+`DeadlineError`, what the actor raised comes through typed. Fencing is SIGKILL of the very process
+(pid and start time), because an actor that is stopped does not obey Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from k3ray.actors.names import actor_name
+from k3ray.actors.specs import NAMESPACE, GroupSpec, StackSpec
+from k3ray.clock import Deadline
+from k3ray.config.model import TextConfig
+from k3ray.config.supernode import SupernodeSpec
+from k3ray.control.supervisor import ProcessFacts
+from k3ray.errors import K3RayError, PeerLostError, SupernodeError
+from k3ray.ids import Incarnation, Role
+
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_GROUP_CONCURRENCY = 16
+"""Threads of a group actor: the pending watch call, and control calls beside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folders:
+    """Where a supernode's files lie."""
+
+    store_dir: Path
+    socket_dir: Path
+    journal_file: Path
+
+
+class ActorCluster:
+    """See the module. `term` is the controller's own term, sent with every order."""
+
+    def __init__(
+        self, spec: SupernodeSpec, text: TextConfig, folders: Folders, *, term: int
+    ) -> None:
+        self._spec = spec
+        self._text = text
+        self._folders = folders
+        self._term = term
+        self._handles: dict[Incarnation, Any] = {}
+
+    async def start(
+        self, incarnation: Incarnation, role: Role, experts: Mapping[int, tuple[int, ...]]
+    ) -> ProcessFacts:
+        """Create the actor of a new life and wait until it has started.
+
+        Raises:
+            DeadlineError, PeerLostError: it did not come up.
+            K3RayError: what its `start` raised.
+        """
+        handle = self._create(incarnation, role, experts)
+        self._handles[incarnation] = handle
+        answer = await self.call(incarnation, "start", limit_s=self._spec.deadlines.start_s)
+        pid = int(answer["pid"])
+        return ProcessFacts(
+            node=str(answer["node"]),
+            pid=pid,
+            process_started_unix_s=process_started(pid),
+            endpoint=str(answer["endpoint"]),
+        )
+
+    def _create(
+        self, incarnation: Incarnation, role: Role, experts: Mapping[int, tuple[int, ...]]
+    ) -> Any:
+        # Imported here: both pull in torch, which the rest of the controller does without.
+        from k3ray.actors.attention_stack import AttentionStack
+        from k3ray.actors.expert_group import ExpertGroup
+
+        group: Any = ExpertGroup
+        stack: Any = AttentionStack
+
+        common: dict[str, Any] = {
+            "name": actor_name(incarnation), "namespace": NAMESPACE, "lifetime": "detached",
+            "num_cpus": 0, "max_restarts": 0, "max_task_retries": 0,
+            "runtime_env": {"env_vars": dict(_ENVIRONMENT)},
+        }  # fmt: skip
+        if role is Role.EXPERT_GROUP:
+            options = {
+                **common, "resources": {"k3_group": 1}, "max_concurrency": _GROUP_CONCURRENCY,
+            }  # fmt: skip
+            return group.options(**options).remote(self._group_spec(incarnation, experts))
+        options = {**common, "resources": {"k3_stack": 1}}
+        return stack.options(**options).remote(self._stack_spec(incarnation))
+
+    def _group_spec(
+        self, incarnation: Incarnation, experts: Mapping[int, tuple[int, ...]]
+    ) -> GroupSpec:
+        return GroupSpec(
+            incarnation=incarnation, text=self._text, experts=experts, line=self._spec.line,
+            store_dir=str(self._folders.store_dir), socket_dir=str(self._folders.socket_dir),
+            lanes=self._spec.lanes, deadlines=self._spec.deadlines,
+        )  # fmt: skip
+
+    def _stack_spec(self, incarnation: Incarnation) -> StackSpec:
+        return StackSpec(
+            incarnation=incarnation, text=self._text, line=self._spec.line,
+            store_dir=str(self._folders.store_dir), engine=self._spec.engine,
+            deadlines=self._spec.deadlines,
+        )  # fmt: skip
+
+    async def call(self, incarnation: Incarnation, method: str, *args: Any, limit_s: float) -> Any:
+        """Ask an actor.
+
+        Raises:
+            PeerLostError, DeadlineError: it is dead or silent.
+            K3RayError: what it raised.
+        """
+        handle = self._handles.get(incarnation)
+        if handle is None:
+            raise _peer_lost(incarnation, method)
+        deadline = Deadline.after(limit_s, operation=method, peer=str(incarnation))
+        try:
+            return await _answer(getattr(handle, method).remote(*args), limit_s)
+        except TimeoutError as error:
+            raise deadline.error() from error
+        except RayActorError as error:
+            raise _peer_lost(incarnation, method) from error
+        except RayTaskError as error:
+            raise typed_cause(error, f"{method} of {incarnation}") from error
+        except RayError as error:
+            raise SupernodeError(
+                f"Ray failed at {method} of {incarnation}: {error}",
+                remedy="see the logs of the Ray session",
+            ) from error
+
+    async def order(self, incarnation: Incarnation, method: str, *args: Any) -> Any:
+        """`call` with the controller's term appended and the rebuild deadline."""
+        return await self.call(
+            incarnation, method, *args, self._term, limit_s=self._spec.deadlines.rebuild_s
+        )
+
+    async def until_dead(self, incarnation: Incarnation) -> str:
+        """Wait for the end of a life, as long as that takes; returns how it was seen."""
+        handle = self._handles.get(incarnation)
+        if handle is None:
+            return "its handle is gone"
+        try:
+            # No deadline by intent: this call's breaking is the news. Silence is seen by pings.
+            await asyncio.wrap_future(handle.block_until_dead.remote().future())
+        except RayError as error:
+            return f"its process ended ({type(error).__name__})"
+        return "it returned from block_until_dead"
+
+    async def fence(
+        self, incarnation: Incarnation, facts: ProcessFacts | None, *, limit_s: float
+    ) -> None:
+        """End a life for certain.
+
+        Raises:
+            DeadlineError: the process is still there after `limit_s`.
+        """
+        self._ray_kill(incarnation)
+        if facts is None or facts.node != own_node():
+            return
+        deadline = Deadline.after(limit_s, operation="fence", peer=str(incarnation))
+        while is_alive(facts):
+            kill_process(facts)
+            deadline.check(remedy=f"kill process {facts.pid} by hand")
+            await asyncio.sleep(0.02)
+
+    def _ray_kill(self, incarnation: Incarnation) -> None:
+        handle = self._handles.pop(incarnation, None)
+        try:
+            if handle is None:
+                handle = ray.get_actor(actor_name(incarnation), namespace=NAMESPACE)
+            ray.kill(handle, no_restart=True)
+        except (ValueError, RayError):
+            return  # Ray does not know it any more; the process itself is ended by pid
+
+
+async def _answer(ref: Any, limit_s: float) -> Any:
+    return await asyncio.wait_for(asyncio.wrap_future(ref.future()), limit_s)
+
+
+def typed_cause(error: RayTaskError, where: str) -> K3RayError:
+    """The `K3RayError` inside Ray's wrapper; anything else becomes a `SupernodeError`."""
+    cause = error.cause if hasattr(error, "cause") else error
+    if isinstance(cause, K3RayError):
+        return cause
+    return SupernodeError(
+        f"{where} failed: {type(cause).__name__}: {cause}", remedy="this is a bug; see the log"
+    )
+
+
+def own_node() -> str:
+    """This node as Ray names it."""
+    address: Any = ray.util.get_node_ip_address
+    return str(address())
+
+
+def process_started(pid: int) -> float:
+    """Start of a process in Unix seconds; 0.0 when it is not on this node (or gone)."""
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def is_alive(facts: ProcessFacts) -> bool:
+    """Whether the very process still lives on this node; a zombie does not."""
+    process = _process(facts)
+    try:
+        return process is not None and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def is_stopped(facts: ProcessFacts) -> bool:
+    """Whether the process is stopped (SIGSTOP)."""
+    process = _process(facts)
+    try:
+        return process is not None and process.status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
+
+
+def kill_process(facts: ProcessFacts) -> None:
+    """SIGKILL the very process; gone is fine."""
+    if _process(facts) is not None:
+        try:
+            os.kill(facts.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+
+def _process(facts: ProcessFacts) -> psutil.Process | None:
+    """The process, unless its pid was given to another since."""
+    try:
+        process = psutil.Process(facts.pid)
+        same = abs(process.create_time() - facts.process_started_unix_s) < 1.0
+    except psutil.NoSuchProcess:
+        return None
+    return process if same else None
+
+
+def _peer_lost(incarnation: Incarnation, operation: str) -> PeerLostError:
+    return PeerLostError(
+        f"{incarnation} died before it answered {operation}",
+        remedy="the controller replaces it; see k3ray status",
+        peer=str(incarnation),
+        operation=operation,
+    )

@@ -1,0 +1,204 @@
+"""`TrainingMethods`: the part of the controller that trainers call: leases, steps, publishes.
+
+Every method takes the lease's id and refuses one that is over. A publish is staged, written by its
+holders, committed, loaded by everybody, and only then the latest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import JsonValue
+
+from k3ray.actors.controller_loop import ControlLoop
+from k3ray.clock import Deadline, monotonic
+from k3ray.config.load import config_digest
+from k3ray.config.model import TextConfig
+from k3ray.config.supernode import SupernodeSpec
+from k3ray.control.leases import Lease, LeaseRequest
+from k3ray.control.ledger import Ledger
+from k3ray.control.supervisor import Supervisor
+from k3ray.control.training import TrainingLedger
+from k3ray.control.versions import admit_publish, publish_refused
+from k3ray.errors import StaleVersionError, SupernodeError
+from k3ray.weights.manifest import EntryKind, Meta, ShardInfo
+from k3ray.weights.store import StagedEntry, WeightStore
+
+NUM_CHECKPOINTS_KEPT = 2
+
+
+class TrainingMethods:
+    """Mixed into the controller, which sets the attributes."""
+
+    _spec: SupernodeSpec
+    _text: TextConfig
+    _store: WeightStore
+    _ledger: Ledger
+    _supervisor: Supervisor
+    _training: TrainingLedger
+    _metrics: dict[str, dict[str, Any]]
+    _loop: ControlLoop | None
+
+    async def acquire_lease(self, line: str, job: str, host: str, pid: int) -> Lease:
+        """The training lease of `line`.
+
+        Raises:
+            LineBusyError: another job holds it (job, host, age).
+        """
+        request = LeaseRequest(line=line, job=job, host=host, pid=pid)
+        return self._training.acquire(request, now_s=monotonic(), now_unix_s=time.time())
+
+    async def renew_lease(self, lease_id: str) -> Lease:
+        """Push the lease's deadline out.
+
+        Raises:
+            LeaseLostError: it is over.
+        """
+        return self._training.renew(lease_id, now_s=monotonic())
+
+    async def release_lease(self, lease_id: str) -> None:
+        """Give the line back; an unknown lease is fine."""
+        self._training.end(lease_id, "released by its holder")
+
+    async def begin_attempt(self, lease_id: str, line: str, step: int) -> int:
+        """Open the next attempt at a step, once all experts have a live home.
+
+        Raises:
+            LeaseLostError: the caller does not hold the line.
+            DeadlineError: a group was not rebuilt in time.
+        """
+        self._training.require(lease_id, line)
+        deadline = Deadline.after(
+            self._spec.deadlines.rebuild_s, operation="begin_attempt", peer="expert groups"
+        )
+        if not await self._running.until(self._supervisor.is_whole, deadline):
+            raise deadline.error("see which group is missing: k3ray status")
+        plan = self._supervisor.plan()
+        version = plan.version if plan else 0
+        return self._training.begin_attempt(lease_id, line, step, plan=version)
+
+    async def commit_step(self, lease_id: str, record: Mapping[str, JsonValue]) -> None:
+        """Commit the open attempt: fsynced when this returns. Idempotent.
+
+        Raises:
+            LeaseLostError, StepAbortedError, DataError: see `TrainingLedger.commit_step`.
+        """
+        self._training.commit_step(lease_id, record, alive=self._supervisor.group_terms())
+
+    async def begin_publish(self, lease_id: str, line: str, step: int) -> StagedEntry:
+        """Stage a version; waits (`prepare_s`) while pinned older ones fill the bound.
+
+        Raises:
+            LeaseLostError: the caller does not hold the line.
+            CapacityError: pins did not end in time; names them and their ages.
+        """
+        self._training.require(lease_id, line)
+        limit_s = self._spec.deadlines.prepare_s
+        deadline = Deadline.after(limit_s, operation="begin_publish", peer=line)
+
+        def admitted() -> bool:
+            return admit_publish(self._spec, self._running.view(), line, monotonic()) is None
+
+        wait = admit_publish(self._spec, self._running.view(), line, monotonic())
+        if wait is not None:
+            self._running.record(wait)
+        if not await self._running.until(admitted, deadline):
+            wait = admit_publish(self._spec, self._running.view(), line, monotonic())
+            if wait is not None:
+                raise publish_refused(wait, waited_s=limit_s, now_s=monotonic())
+        return self._store.stage(line, EntryKind.VERSION, step)
+
+    async def commit_publish(
+        self,
+        lease_id: str,
+        staged: StagedEntry,
+        shards: Sequence[ShardInfo],
+        meta: Meta | None = None,
+    ) -> str:
+        """Make the version exist, have every holder load it, and make it the latest.
+
+        Returns the version's text when it is the latest.
+
+        Raises:
+            LeaseLostError: the caller does not hold the line.
+            StoreError: shards are missing or the disk is full; nothing became visible.
+            StaleVersionError: a holder did not take it in time; the old version serves on.
+        """
+        self._training.require(lease_id, staged.line)
+        version = await asyncio.to_thread(
+            self._store.commit, staged, shards, {**self._model_meta(), **(meta or {})}
+        )
+        text = str(version)
+        self._supervisor.commit_version(version, monotonic())
+        self._running.notify()
+        if staged.line != self._spec.line:
+            return text  # nobody serves it: it exists, and that is all
+        deadline = Deadline.after(
+            2 * self._spec.deadlines.rebuild_s, operation="activate", peer=text
+        )
+        state = self._ledger
+
+        def settled() -> bool:
+            facts = state.state.versions.get(text)
+            return facts is None or facts.active
+
+        if not await self._running.until(settled, deadline):
+            raise deadline.error("see the last decisions: k3ray status")
+        if text not in state.state.versions:
+            raise StaleVersionError(
+                f"version {text} was not activated, the old one serves on",
+                remedy="see the last decisions (k3ray status) and publish again",
+                version=text,
+            )
+        return text
+
+    async def begin_checkpoint(self, lease_id: str, line: str, step: int) -> StagedEntry:
+        """Stage a checkpoint.
+
+        Raises:
+            LeaseLostError: the caller does not hold the line.
+        """
+        self._training.require(lease_id, line)
+        return self._store.stage(line, EntryKind.CHECKPOINT, step)
+
+    async def commit_checkpoint(
+        self,
+        lease_id: str,
+        staged: StagedEntry,
+        shards: Sequence[ShardInfo],
+        meta: Meta | None = None,
+    ) -> str:
+        """Make the checkpoint exist; returns its entry's name. The last two are kept.
+
+        Raises:
+            LeaseLostError: the caller does not hold the line.
+            StoreError: shards are missing or the disk is full; nothing became visible.
+        """
+        self._training.require(lease_id, staged.line)
+        version = await asyncio.to_thread(
+            self._store.commit, staged, shards, {**self._model_meta(), **(meta or {})}
+        )
+        entry = self._store.open(staged.line, version, EntryKind.CHECKPOINT).name
+        self._training.commit_checkpoint(lease_id, staged.line, staged.step, entry)
+        await asyncio.to_thread(self._drop_old_checkpoints, staged.line)
+        return entry
+
+    async def report_training(self, line: str, metrics: Mapping[str, JsonValue]) -> None:
+        """Latest metrics of a line (step, loss, ...), for the status."""
+        self._metrics[line] = dict(metrics)
+
+    def _model_meta(self) -> dict[str, str | int | float | bool | None]:
+        return {"model": config_digest(self._text), "preset": self._spec.preset}
+
+    def _drop_old_checkpoints(self, line: str) -> None:
+        for entry in self._store.entries(line, EntryKind.CHECKPOINT)[:-NUM_CHECKPOINTS_KEPT]:
+            self._store.delete(line, entry.name)
+
+    @property
+    def _running(self) -> ControlLoop:
+        if self._loop is None:
+            raise SupernodeError("the controller has not begun", remedy="call begin() first")
+        return self._loop
