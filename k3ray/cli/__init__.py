@@ -1,0 +1,1 @@
+"""The `k3ray` command and the quickstart."""

@@ -61,14 +61,6 @@ def load_config(
     return config
 
 
-def validate_json(cls: type[T], data: Mapping[str, Any], *, source: str) -> T:
-    """Validate JSON values as `cls`, raising a `ConfigError` that lists all violations."""
-    try:
-        return cls.model_validate_json(json.dumps(dict(data)))
-    except ValidationError as error:
-        raise config_error(cls, source, describe(cls, error)) from error
-
-
 def read_mapping(path: str) -> dict[str, Any]:
     """Read a YAML (or JSON, which is YAML 1.2) file that holds a mapping; empty means {}.
 

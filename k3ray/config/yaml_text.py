@@ -99,7 +99,7 @@ def dump_yaml(value: JsonValue) -> str:
     yaml.Representer = _Representer
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    yaml.width = 100
+    yaml.width = 4096  # a list of scalars stays on its line
     yaml.allow_unicode = True
     out = io.StringIO()
     yaml.dump(value, out)
