@@ -1,0 +1,1 @@
+"""Tensors between processes: contract in `protocol`, ZeroMQ and in-process implementations."""

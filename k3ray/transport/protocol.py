@@ -56,7 +56,9 @@ class Pending(Protocol):
     """A request in flight."""
 
     @property
-    def peer(self) -> Incarnation: ...
+    def peer(self) -> Incarnation:
+        """Who has to answer."""
+        ...
 
     def done(self) -> bool:
         """Whether a reply or an error has arrived."""

@@ -1,0 +1,224 @@
+"""ZeroMQ server of one incarnation: a ROUTER socket owned by one worker thread.
+
+The IO thread is libzmq's own: it takes frames off the wire without Python or its GIL, while the
+worker computes. The worker looks at the socket between any two pieces of work and sleeps on it
+when idle, so a request costs no hand-off between Python threads. The endpoint is new for every
+incarnation and never used again.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
+
+import zmq
+
+from k3ray.clock import Deadline
+from k3ray.config.supernode import LanesConfig
+from k3ray.errors import TransportError
+from k3ray.ids import Incarnation
+from k3ray.transport.code_digest import code_digest
+from k3ray.transport.control_queue import ControlQueue
+from k3ray.transport.envelope import MAX_IN_FLIGHT, Down
+from k3ray.transport.lanes import lane_configs
+from k3ray.transport.protocol import Handler, Lane
+from k3ray.transport.server_core import LaneCounters, ServerCore
+from k3ray.transport.wire import decode_up, encode_down
+
+_log = logging.getLogger("k3ray.transport")
+
+UNIX_PATH_LIMIT = 107
+CLOSE_LIMIT_S = 10.0
+"""How long `close` waits for the piece of work that is running."""
+
+_LAST_REPLIES_MS = 250
+_INTAKE = 64
+"""Messages taken off the socket between two pieces of work; more would let a flood stall them."""
+
+
+class ZeroMqServer:
+    """Serves as soon as it is made; see `Server`.
+
+    Args:
+        me: This incarnation.
+        handler: Serves one request; runs on the worker thread.
+        lanes: Credits, shares and quantum.
+        socket_dir: Folder for a Unix socket; made if missing. Give this or `host`.
+        host: Address to listen on with TCP, at a port that the kernel picks.
+        digest: Code digest that clients must have; by default that of this process.
+
+    Raises:
+        TransportError: the socket path is too long or the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        me: Incarnation,
+        handler: Handler,
+        *,
+        lanes: LanesConfig,
+        socket_dir: Path | None = None,
+        host: str | None = None,
+        digest: str | None = None,
+    ) -> None:
+        self._core = ServerCore(
+            me, handler, lanes=lanes, digest=digest or code_digest(), transmit=self._transmit
+        )
+        self._context = zmq.Context()
+        self._router = _router(self._context, lanes)
+        self.malformed = 0
+        """Messages that could not be understood and were dropped."""
+        try:
+            self._endpoint = _bind(self._router, me, socket_dir, host)
+        except BaseException:
+            self._router.close(linger=0)
+            self._context.term()
+            raise
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._control = ControlQueue(self._wake)
+        self._closing = False
+        self._close_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"worker-{me}", daemon=True)
+        self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        """Where clients connect."""
+        return self._endpoint
+
+    @property
+    def counters(self) -> Mapping[Lane, LaneCounters]:
+        """Live counters by lane; read only."""
+        return self._core.counters
+
+    def run_in_worker(self, work: Callable[[], object], deadline: Deadline) -> object:
+        """Run `work` on the worker thread; see `ControlQueue.call`."""
+        return self._control.call(work, deadline)
+
+    def close(self) -> None:
+        """Stop, answering what waits with `PeerLostError`, and remove the endpoint; idempotent.
+
+        Raises:
+            DeadlineError: the running piece of work did not end; the endpoint stays until it does.
+        """
+        with self._close_lock:
+            if self._closing and not self._thread.is_alive():
+                return
+            deadline = Deadline.after(CLOSE_LIMIT_S, operation="close", peer=self._endpoint)
+            self._closing = True
+            self._wake()
+            self._thread.join(deadline.left_s())
+            if self._thread.is_alive():
+                raise deadline.error("the handler's running piece of work is stuck")
+            os.close(self._wake_fd)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        try:
+            while not self._closing:
+                if not self._core.has_work():
+                    self._sleep(poller)
+                self._take_in()
+                self._control.run_pending()
+                self._core.step()
+        except Exception:
+            # Nobody waits for this thread; the closed socket tells every client.
+            _log.exception("event=transport.worker_died endpoint=%s", self._endpoint)
+        finally:
+            self._control.close()
+            self._core.shutdown()
+            self._router.close(linger=_LAST_REPLIES_MS)
+            self._context.term()
+
+    def _sleep(self, poller: zmq.Poller) -> None:
+        for source, _ in poller.poll():
+            if source == self._wake_fd:
+                os.eventfd_read(self._wake_fd)
+
+    def _take_in(self) -> None:
+        for _ in range(_INTAKE):
+            try:
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                item = decode_up([frame.buffer for frame in frames])
+            except TransportError:
+                self.malformed += 1
+                continue
+            self._core.receive(identity.bytes, item)
+
+    def _transmit(self, identity: Hashable, item: Down) -> bool:
+        assert isinstance(identity, bytes)
+        try:
+            self._router.send_multipart([identity, *encode_down(item)], copy=False)
+        except zmq.ZMQError as error:
+            # EAGAIN: the client has stopped reading although its credits bound what it can have
+            # coming, so it is as good as gone.
+            if error.errno in (errno.EHOSTUNREACH, errno.EAGAIN):
+                return False
+            raise
+        return True
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
+
+
+def _router(context: zmq.Context[zmq.Socket[bytes]], lanes: LanesConfig) -> zmq.Socket[bytes]:
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    router.setsockopt(zmq.SNDTIMEO, 0)
+    router.setsockopt(zmq.SNDHWM, MAX_IN_FLIGHT + 64)
+    router.setsockopt(zmq.RCVHWM, MAX_IN_FLIGHT + 64)
+    # A frame larger than every credit cannot be meant for us.
+    largest = max(config.credit_bytes for config in lane_configs(lanes))
+    router.setsockopt(zmq.MAXMSGSIZE, largest + (1 << 20))
+    return router
+
+
+def _bind(
+    router: zmq.Socket[bytes], me: Incarnation, socket_dir: Path | None, host: str | None
+) -> str:
+    if (socket_dir is None) == (host is None):
+        raise TransportError("give either socket_dir or host", remedy="pass exactly one of them")
+    if host is not None:
+        wanted = f"tcp://{host}:0"
+    else:
+        assert socket_dir is not None
+        wanted = f"ipc://{_socket_path(socket_dir, me)}"
+    try:
+        router.bind(wanted)
+    except zmq.ZMQError as error:
+        raise TransportError(
+            f"{me} cannot listen on {wanted}: {error}",
+            remedy="check that the address belongs to this machine and the folder is writable",
+            endpoint=wanted,
+        ) from error
+    endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return endpoint.rstrip(b"\0").decode()
+
+
+def _socket_path(socket_dir: Path, me: Incarnation) -> Path:
+    socket_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = socket_dir / f"{me.actor}.{me.term}.{secrets.token_hex(4)}.sock"
+    if len(os.fsencode(path)) > UNIX_PATH_LIMIT:
+        raise TransportError(
+            f"the socket path {path} has {len(os.fsencode(path))} bytes, the system allows "
+            f"{UNIX_PATH_LIMIT}",
+            remedy="use a shorter socket folder",
+            path=str(path),
+        )
+    for older in socket_dir.glob(f"{me.actor}.*.sock"):
+        # A life that was killed leaves its file; it is fenced, so nobody may connect to it.
+        term = older.name.removeprefix(f"{me.actor}.").partition(".")[0]
+        if term.isdecimal() and int(term) < me.term:
+            older.unlink(missing_ok=True)
+    return path
