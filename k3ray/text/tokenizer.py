@@ -149,7 +149,7 @@ class K3Tokenizer:
 
     def is_special(self, token: int) -> bool:
         """Whether `token` is a special or reserved id."""
-        return token >= self._num_text
+        return self._num_text <= token < len(self._bytes)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, all of them text tokens whatever the text spells.
