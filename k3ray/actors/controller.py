@@ -98,6 +98,10 @@ class ControllerCore(TrainingMethods):
         own = {"node": own_node(), "pid": os.getpid(), "term": self._ledger.term}
         return status_document(self._running, controller=own, training=self._metrics)
 
+    async def spec(self) -> SupernodeSpec:
+        """The spec that the supernode was brought up with."""
+        return self._spec
+
     async def plan(self) -> PlacementPlan:
         """The current plan.
 

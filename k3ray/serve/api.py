@@ -20,7 +20,6 @@ from k3ray.serve.api_json import bad_field, parse_json_object, shown
 from k3ray.serve.api_messages import Message, read_messages, read_prompts
 
 MODEL_ALIAS = "kimi-k3"
-EFFORTS = ("low", "medium", "high", "max")
 _NOT_IN_DIGEST = ("stream", "stream_options")
 
 
@@ -61,7 +60,6 @@ class Call:
     include_usage: bool
     return_token_ids: bool
     thinking: bool | None = None
-    effort: str | None = None
     digest: str
 
 
@@ -77,13 +75,11 @@ def parse_chat(body: bytes, *, models: Collection[str]) -> Call:
     _check_model(fields.model, models)
     if fields.top_logprobs and not fields.logprobs:
         raise bad_field("top_logprobs", "needs logprobs to be true")
-    thinking, effort = _thinking(fields)
     longest = fields.max_completion_tokens
     return Call(
         kind=CallKind.CHAT,
         messages=read_messages(fields.messages),
-        thinking=thinking,
-        effort=effort,
+        thinking=_thinking(fields),
         **_common(fields, document, logprobs=bool(fields.logprobs), top=fields.top_logprobs or 0),
         max_tokens=fields.max_tokens if longest is None else longest,
     )
@@ -179,8 +175,8 @@ def _check_model(model: str, models: Collection[str]) -> None:
         )
 
 
-def _thinking(fields: ChatBody) -> tuple[bool | None, str | None]:
-    """Thinking on or off and its effort, from OpenAI's or the template's own fields."""
+def _thinking(fields: ChatBody) -> bool | None:
+    """Thinking on or off, from OpenAI's or the template's own fields."""
     kwargs = fields.chat_template_kwargs or {}
     for key in kwargs:
         if key not in ("thinking", "thinking_effort", "preserve_thinking"):
@@ -188,16 +184,15 @@ def _thinking(fields: ChatBody) -> tuple[bool | None, str | None]:
     thinking = kwargs.get("thinking")
     if thinking is not None and not isinstance(thinking, bool):
         raise bad_field("chat_template_kwargs.thinking", "must be true or false")
-    effort = fields.reasoning_effort
-    if effort == "none":
-        return (False if thinking is None else thinking), None
-    chosen = kwargs.get("thinking_effort", effort)
-    if chosen is not None and chosen not in EFFORTS:
-        param = "reasoning_effort" if chosen == effort else "chat_template_kwargs.thinking_effort"
-        raise bad_field(param, f"{shown(chosen)} is not one of {', '.join(EFFORTS)}")
-    if chosen is not None and thinking is None:
-        thinking = True
-    return thinking, chosen
+    for param, effort in (
+        ("reasoning_effort", fields.reasoning_effort),
+        ("chat_template_kwargs.thinking_effort", kwargs.get("thinking_effort")),
+    ):
+        if effort not in (None, "none", "max"):
+            raise bad_field(param, f'{shown(effort)} is not supported yet, only "none" and "max"')
+        if effort is not None and thinking is None:
+            thinking = effort == "max"
+    return thinking
 
 
 def _digest(document: Mapping[str, Any]) -> str:

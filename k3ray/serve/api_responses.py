@@ -83,7 +83,7 @@ def usage_of(num_prompt_tokens: int, choices: Iterable[Sequence[Piece]]) -> dict
     }
 
 
-def model_object(name: str, *, created_s: int, context: int, version: str) -> dict[str, Any]:
+def model_object(name: str, *, created_s: int, context: int) -> dict[str, Any]:
     """One entry of `/v1/models`."""
     return {
         "id": name,
@@ -91,7 +91,6 @@ def model_object(name: str, *, created_s: int, context: int, version: str) -> di
         "created": created_s,
         "owned_by": "k3ray",
         "max_model_len": context,
-        "weight_version": version,
     }
 
 

@@ -246,4 +246,3 @@ class Generation:
             return True
         self.ledger.reopen()
         return False
-

@@ -57,7 +57,7 @@ class RunLimits:
     """Bounds of one run: the whole request in seconds, and those of its generations."""
 
     request_timeout_s: float
-    generation: GenerationLimits = GenerationLimits()
+    generation: GenerationLimits
 
 
 class Run:
@@ -88,6 +88,7 @@ class Run:
         self.readers = 0
         self.pinned = False
         self.changed_s = clock()
+        self.read_s = clock()
         self._router = router
         self._counters = counters
         self._limits = limits
@@ -96,6 +97,11 @@ class Run:
         self._changed = asyncio.Event()
         self._pumps: list[asyncio.Task[None]] = []
         self._starting = asyncio.Lock()
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether any choice has got a token yet."""
+        return any(choice.text.tokens for choice in self.choices)
 
     async def attach(self) -> None:
         """Count one more reader; starts or continues the run. Pair with `detach`.
@@ -106,6 +112,7 @@ class Run:
             K3RayError: no stack was ready in time.
         """
         self.readers += 1
+        self.read_s = self._clock()
         try:
             async with self._starting:
                 if self.state in (RunState.PAUSED, RunState.FAILED):
@@ -130,12 +137,14 @@ class Run:
         """
         seen = list(counts)
         while True:
+            self.read_s = self._clock()
             changed = self._changed
             fresh = False
             for index, choice in enumerate(self.choices):
                 while seen[index] < len(choice.pieces):
                     seen[index] += 1
                     fresh = True
+                    self.read_s = self._clock()
                     yield index, choice.pieces[seen[index] - 1]
             if fresh:
                 continue
@@ -258,4 +267,3 @@ class Run:
         """Let every reader look again."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
