@@ -12,6 +12,7 @@ Operations (metadata; arrays -> reply arrays), rows and experts int32 [P], laten
   train_norms    tag -> f64 squares in the order of `owned_names`
   train_prepare  tag, update plan -> () with `digest`
   train_apply, train_abort  tag
+  train_status   -> () with `has_master` and `step`
   train_load     line, entry or "", seed, step (of a checkpoint)
   train_save, train_publish line, step, path, shard -> ShardInfo as JSON bytes
 """
@@ -34,6 +35,7 @@ from k3ray.model.expert_stack import AnyTensor, ExpertStack, Owned, owned_names
 from k3ray.train.expert_trainer import ExpertTrainer
 from k3ray.train.step_tag import StepTag, UpdatePlan
 from k3ray.transport.protocol import Array, Message
+from k3ray.transport.torch_codec import from_array
 from k3ray.weights.manifest import EntryKind, ShardInfo
 from k3ray.weights.names import MOMENT_SUFFIXES
 from k3ray.weights.store import StagedEntry, WeightStore
@@ -83,6 +85,7 @@ class GroupHandler:
             "train_prepare": self._train_prepare,
             "train_apply": self._train_apply,
             "train_abort": self._train_abort,
+            "train_status": self._train_status,
             "train_load": self._train_load,
             "train_save": self._train_save,
             "train_publish": self._train_publish,
@@ -210,6 +213,14 @@ class GroupHandler:
         self._trainer.abort(StepTag.from_meta(message.meta))
         return Message(op=message.op)
 
+    def _train_status(self, message: Message) -> Reply:
+        yield from ()
+        trainer = self._trainer
+        return Message(
+            op=message.op,
+            meta={"has_master": trainer.has_master, "step": trainer.committed_step},
+        )
+
     def _train_load(self, message: Message) -> Reply:
         entry, owned = str(message.meta["entry"] or ""), self._bank.owned
         if not entry:
@@ -279,9 +290,8 @@ def _in_thread(work: Callable[[], T]) -> Generator[None, None, T]:
 
 
 def _tensor(array: Array) -> torch.Tensor:
-    """Float32 tensor over a received array (copied only if it is read-only)."""
-    array = np.ascontiguousarray(array, dtype=np.float32)
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    """Float32 tensor on a received array, which nobody writes to."""
+    return from_array(np.ascontiguousarray(array, dtype=np.float32))
 
 
 def _int(message: Message, key: str) -> int:

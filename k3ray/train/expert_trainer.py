@@ -83,7 +83,7 @@ class ExpertTrainer:
         self._situ = situ_of(cfg)
         self._state: _Masters | None = None
         self._attempt: _Attempt | None = None
-        self._floor = (0, 0)
+        self._floor = 0
         self._step = 0
 
     @property
@@ -245,7 +245,7 @@ class ExpertTrainer:
         them; a later attempt is left alone. Fine without a master."""
         if self._attempt is not None and self._attempt.tag <= tag:
             self._drop_attempt()
-        self._floor = max(self._floor, (tag.step, tag.attempt + 1))
+        self._floor = max(self._floor, tag.attempt + 1)
 
     def master_stacks(self) -> Stacks:
         """A copy of the committed master, to be published.
@@ -291,7 +291,6 @@ class ExpertTrainer:
         m, v = moments if moments is not None else (zeros(), zeros())
         self._state = _Masters(master=master, m=m, v=v, grads=zeros())
         self._attempt = None
-        self._floor = (0, 0)
         self._step = step
 
     def _masters(self) -> _Masters:
@@ -305,12 +304,12 @@ class ExpertTrainer:
             raise self._refuse(Refusal.OTHER_LINE, f"asked for line {tag.line}")
         if tag.step != self._step + 1:
             raise self._refuse(Refusal.OTHER_STEP, f"asked for step {tag.step}")
-        if (tag.step, tag.attempt) < self._floor:
+        if tag.attempt < self._floor:
             raise self._refuse(Refusal.OLDER_ATTEMPT, f"{tag} is over")
         if self._attempt is None or tag.attempt > self._attempt.tag.attempt:
             self._drop_attempt()
             self._attempt = _Attempt(tag=tag)
-            self._floor = (tag.step, tag.attempt)
+            self._floor = tag.attempt
         return self._attempt
 
     def _drop_attempt(self) -> None:

@@ -13,7 +13,8 @@ from k3ray.transport.protocol import Meta
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class StepTag:
-    """One attempt of one optimizer step; steps count from 1, attempts from 1."""
+    """One attempt of one optimizer step; steps count from 1, and attempts grow over the whole life
+    of the line, so a step replayed after a roll-back has a higher attempt than the first time."""
 
     line: str
     step: int
