@@ -1,0 +1,1 @@
+"""Observability: structured logs, the metric registry, experiment tracking."""
