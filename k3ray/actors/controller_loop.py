@@ -81,7 +81,7 @@ class ControlLoop:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pulse = asyncio.Event()
         self._stopped_since: dict[Incarnation, float] = {}
-        self._last_wait = ""
+        self._last_wait: tuple[str, frozenset[str]] | None = None
 
     async def run(self) -> None:
         """Decide and carry out until `stop`; a fenced controller ends its process."""
@@ -183,9 +183,10 @@ class ControlLoop:
     def record(self, command: Command) -> None:
         """Put a decision into the log; a wait that only repeats itself is left out."""
         if isinstance(command, WaitForPins):
-            if command.reason == self._last_wait:
+            waits_for = frozenset(pin.request_id for pin in command.pins)
+            if self._last_wait == (command.line, waits_for):
                 return
-            self._last_wait = command.reason
+            self._last_wait = (command.line, waits_for)
         fields = {
             name: str(getattr(command, name))
             for name in command.__slots__

@@ -18,6 +18,7 @@ from k3ray.clock import Deadline, monotonic
 from k3ray.config.load import config_digest
 from k3ray.config.model import TextConfig
 from k3ray.config.supernode import SupernodeSpec
+from k3ray.control.commands import WaitForPins
 from k3ray.control.leases import Lease, LeaseRequest
 from k3ray.control.ledger import Ledger
 from k3ray.control.supervisor import Supervisor
@@ -89,7 +90,8 @@ class TrainingMethods:
         self._training.commit_step(lease_id, record, alive=self._supervisor.group_terms())
 
     async def begin_publish(self, lease_id: str, line: str, step: int) -> StagedEntry:
-        """Stage a version; waits (`prepare_s`) while pinned older ones fill the bound.
+        """Stage a version; waits (`prepare_s`) while an earlier publish is under way or pinned
+        older versions fill the bound.
 
         Raises:
             LeaseLostError: the caller does not hold the line.
@@ -99,14 +101,14 @@ class TrainingMethods:
         limit_s = self._spec.deadlines.prepare_s
         deadline = Deadline.after(limit_s, operation="begin_publish", peer=line)
 
-        def admitted() -> bool:
-            return admit_publish(self._spec, self._running.view(), line, monotonic()) is None
+        def waits() -> WaitForPins | None:
+            return admit_publish(self._spec, self._running.view(), line, monotonic())
 
-        wait = admit_publish(self._spec, self._running.view(), line, monotonic())
+        wait = waits()
         if wait is not None:
             self._running.record(wait)
-        if not await self._running.until(admitted, deadline):
-            wait = admit_publish(self._spec, self._running.view(), line, monotonic())
+        if not await self._running.until(lambda: waits() is None, deadline):
+            wait = waits()
             if wait is not None:
                 raise publish_refused(wait, waited_s=limit_s, now_s=monotonic())
         return self._store.stage(line, EntryKind.VERSION, step)

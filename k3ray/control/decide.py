@@ -26,7 +26,7 @@ from k3ray.control.commands import (
     load_key,
     plan_key,
 )
-from k3ray.control.versions import admit_publish, pins_of, retirable
+from k3ray.control.versions import pins_in_the_way, pins_of, retirable
 from k3ray.control.view import (
     ActorState,
     ActorView,
@@ -128,7 +128,8 @@ def _starts(spec: SupernodeSpec, view: ClusterView, now_s: float) -> Iterator[Co
 
 def _loads(spec: SupernodeSpec, view: ClusterView, now_s: float) -> Iterator[Command]:
     # Active versions first: a rebuilt group must serve before it takes part in an activation.
-    ordered = sorted(view.versions, key=lambda v: (not v.active, not v.latest, -v.step))
+    ordered = sorted((v for v in view.versions if v.active), key=lambda v: (not v.latest, -v.step))
+    ordered += _activating(view)
     for actor in _holders(spec, view):
         if actor.state is not ActorState.READY or now_s < actor.retry_at_s:
             continue
@@ -184,17 +185,24 @@ def _plan(spec: SupernodeSpec, view: ClusterView, now_s: float) -> Iterator[Comm
 def _serving_versions(view: ClusterView) -> frozenset[str]:
     """Versions that a group must hold to serve: the active ones, or the very first one."""
     active = frozenset(v.version for v in view.versions if v.active)
-    return active or frozenset(v.version for v in view.versions)
+    return active or frozenset(v.version for v in _activating(view))
 
 
 def _versions(spec: SupernodeSpec, view: ClusterView, now_s: float) -> Iterator[Command]:
-    for version in sorted(view.versions, key=lambda v: v.step):
-        if not version.active:
+    ending = retirable(view)
+    if not ending:  # memory holds one version more than may live, not two
+        for version in _activating(view):
             yield from _activation(spec, view, version, now_s)
-    for version in retirable(view):
+    for version in ending:
         yield RetireVersion(
             version=version.version, failed=False, reason="replaced, and no request pins it"
         )
+
+
+def _activating(view: ClusterView) -> list[VersionView]:
+    """The one version that is being activated: the first that is not active yet, or none."""
+    waiting = [v for v in view.versions if not v.active]
+    return sorted(waiting, key=lambda v: (v.since_s, v.step))[:1]
 
 
 def _activation(
@@ -210,7 +218,7 @@ def _activation(
     ]
     expected = spec.groups + spec.stacks
     if not waiting and len(_holders(spec, view)) == expected:
-        wait = admit_publish(spec, view, version.line, now_s)
+        wait = pins_in_the_way(spec, view, version.line, now_s)
         yield wait or ActivateVersion(
             version=version.version, reason=f"all {len(required)} holders acknowledged it"
         )

@@ -22,17 +22,31 @@ def admit_publish(
     spec: SupernodeSpec, view: ClusterView, line: str, now_s: float
 ) -> WaitForPins | None:
     """None if another version of `line` may become the latest now, else what to wait for."""
+    earlier = [v.version for v in view.versions if v.line == line and not v.active]
+    if earlier:
+        return WaitForPins(
+            line=line, pins=(), reason=f"version {earlier[0]} is still being activated"
+        )
+    return pins_in_the_way(spec, view, line, now_s)
+
+
+def pins_in_the_way(
+    spec: SupernodeSpec, view: ClusterView, line: str, now_s: float
+) -> WaitForPins | None:
+    """None if one more version fits beside the pinned ones, else the pins to wait for."""
     pinned = [v for v in view.versions if v.active and pins_of(view, v.version)]
-    if len(pinned) + 1 <= max(spec.max_live_versions, 1):
+    if len(pinned) + 1 <= spec.max_live_versions:
         return None
     pins = tuple(pin for version in pinned for pin in pins_of(view, version.version))
+    if not pins:
+        return None
     oldest = max(now_s - pin.since_s for pin in pins)
     facts = ", ".join(f"{v.version} by {len(pins_of(view, v.version))}" for v in pinned)
     return WaitForPins(
         line=line,
         pins=pins,
         reason=(
-            f"{len(pinned)} versions are pinned by open requests ({facts}; oldest pin "
+            f"{len(pinned)} versions are pinned by open requests ({facts}; oldest pin since "
             f"{oldest:.0f} s), max_live_versions is {spec.max_live_versions}"
         ),
     )

@@ -1,0 +1,209 @@
+"""decide, told through a fake cluster: what is ordered, in which order, and why."""
+
+import itertools
+
+import pytest
+
+from k3ray.config.supernode import SupernodeSpec
+from k3ray.control.commands import (
+    AbortAttempt,
+    ActivateVersion,
+    FenceActor,
+    LoadVersion,
+    PushPlan,
+    RetireVersion,
+    StartActor,
+    SwitchPlan,
+    WaitForPins,
+)
+from k3ray.control.decide import RESTART_BUDGET, given_up
+from k3ray.control.leases import LeaseRequest
+from k3ray.control.versions import admit_publish, publish_refused
+from k3ray.control.view import ActorState
+from k3ray.errors import StaleVersionError
+from tests.support.fake_cluster import FakeCluster, version_of
+
+SPEC = SupernodeSpec(preset="k3-tiny", groups=2, stacks=1)
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    fake = FakeCluster(SPEC, tmp_path / "journal.jsonl")
+    fake.supervisor.commit_version(version_of(0), 0.0)
+    fake.settle()
+    fake.now_s += 100.0
+    fake.ordered.clear()
+    return fake
+
+
+def kinds(fake):
+    return [type(command) for command in fake.ordered]
+
+
+def test_first_start_in_order(tmp_path):
+    fake = FakeCluster(SPEC, tmp_path / "journal.jsonl")
+    fake.supervisor.commit_version(version_of(0), 0.0)
+    fake.settle()
+    assert fake.healthy()
+    assert kinds(fake) == [
+        StartActor, StartActor, StartActor, LoadVersion, LoadVersion, LoadVersion,
+        SwitchPlan, ActivateVersion, PushPlan,
+    ]  # fmt: skip
+    assert all(command.reason for command in fake.ordered)
+    assert fake.supervisor.latest("main") == str(version_of(0))
+
+
+def test_a_lost_group_is_fenced_replaced_loaded_and_then_the_plan_switches(cluster):
+    cluster.kill("group-1")
+    cluster.settle()
+    assert kinds(cluster) == [FenceActor, StartActor, LoadVersion, SwitchPlan, PushPlan]
+    assert cluster.supervisor.plan().version == 2
+    assert cluster.supervisor.plan().peers["group-1"].incarnation.term == 2
+    assert cluster.healthy()
+
+
+def test_a_lost_stack_leaves_the_plan_alone(cluster):
+    cluster.kill("stack-0")
+    cluster.settle()
+    assert kinds(cluster) == [FenceActor, StartActor, LoadVersion, PushPlan]
+    assert cluster.supervisor.plan().version == 1
+
+
+def test_two_lost_groups_switch_once(cluster):
+    cluster.kill("group-0")
+    cluster.kill("group-1")
+    cluster.settle()
+    assert kinds(cluster).count(SwitchPlan) == 1
+    assert cluster.healthy()
+
+
+def test_a_start_that_hangs_is_fenced_at_its_deadline(cluster):
+    cluster.kill("group-0")
+    cluster.tick()
+    cluster.supervisor.begin_life("group-0", cluster.now_s)
+    cluster.now_s += SPEC.deadlines.start_s - 0.1
+    assert cluster.decide() == ()
+    cluster.now_s += 0.2
+    (fence,) = cluster.decide()
+    assert isinstance(fence, FenceActor)
+    assert "start_s" in fence.reason
+
+
+def test_failing_starts_back_off_and_end(cluster):
+    cluster.fails = lambda c: isinstance(c, StartActor)
+    cluster.kill("group-0")
+    times = []
+    for _ in range(2000):
+        times += [cluster.now_s for c in cluster.decide() if isinstance(c, StartActor)]
+        cluster.tick()
+        cluster.now_s += 0.1
+    assert len(times) == RESTART_BUDGET
+    pauses = [b - a for a, b in itertools.pairwise(times)]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] > 5
+    assert given_up(cluster.supervisor.actors["group-0"])
+
+
+def test_repeated_kills_of_healthy_lives_do_not_use_up_the_budget(cluster):
+    for _ in range(3 * RESTART_BUDGET):
+        cluster.kill("group-0")
+        cluster.settle()
+    assert cluster.healthy()
+
+
+def test_late_news_of_an_old_life_is_ignored(cluster):
+    old = cluster.supervisor.actors["group-0"].incarnation
+    cluster.kill("group-0")
+    cluster.settle()
+    assert not cluster.supervisor.observe_lost(old, "late report", cluster.now_s)
+    assert cluster.supervisor.actors["group-0"].state is ActorState.READY
+
+
+def test_publish_activates_everywhere_then_retires_the_old(cluster):
+    cluster.supervisor.commit_version(version_of(5), cluster.now_s)
+    cluster.settle()
+    assert cluster.supervisor.latest("main") == str(version_of(5))
+    order = kinds(cluster)
+    assert order.index(ActivateVersion) > max(
+        i for i, kind in enumerate(order) if kind is LoadVersion
+    )
+    assert order.index(RetireVersion) > order.index(ActivateVersion)
+    assert [v.version for v in cluster.view().versions] == [str(version_of(5))]
+    assert cluster.healthy()
+
+
+def test_a_version_that_cannot_be_loaded_rolls_back(cluster):
+    bad = str(version_of(5))
+    cluster.fails = lambda c: isinstance(c, LoadVersion) and c.version == bad
+    cluster.supervisor.commit_version(version_of(5), cluster.now_s)
+    cluster.settle()
+    assert cluster.supervisor.latest("main") == str(version_of(0))
+    retired = [c for c in cluster.ordered if isinstance(c, RetireVersion)]
+    assert [(c.version, c.failed) for c in retired] == [(bad, True)]
+    assert cluster.healthy()
+
+
+def test_pins_keep_versions_and_a_third_publish_waits_and_says_so(cluster):
+    boss = cluster.supervisor
+    for step in (1, 2):
+        boss.pin(boss.latest("main"), f"req-{step}", cluster.now_s)
+        cluster.now_s += 10
+        if step == 1:
+            assert admit_publish(SPEC, cluster.view(), "main", cluster.now_s) is None
+            boss.commit_version(version_of(step), cluster.now_s)
+            cluster.settle()
+    wait = admit_publish(SPEC, cluster.view(), "main", cluster.now_s)
+    assert isinstance(wait, WaitForPins)
+    assert [pin.request_id for pin in wait.pins] == ["req-1", "req-2"]
+    error = publish_refused(wait, waited_s=30.0, now_s=cluster.now_s)
+    assert "max_live_versions is 2" in str(error)
+    assert error.fields["pins"][0][:2] == ("req-1", str(version_of(0)))
+    boss.commit_version(version_of(2), cluster.now_s)
+    for _ in range(5):
+        cluster.tick()
+    assert boss.latest("main") == str(version_of(1))
+    boss.unpin("req-1")
+    cluster.settle()
+    assert boss.latest("main") == str(version_of(2))
+    assert {v.version for v in cluster.view().versions} == {
+        str(version_of(1)), str(version_of(2)),
+    }  # fmt: skip
+
+
+def test_pins_age_out_and_dead_versions_cannot_be_pinned(cluster):
+    boss = cluster.supervisor
+    old = boss.latest("main")
+    boss.pin(old, "req-1", cluster.now_s)
+    boss.commit_version(version_of(1), cluster.now_s)
+    for _ in range(6):
+        cluster.tick()
+    assert {v.version for v in cluster.view().versions} == {old, str(version_of(1))}
+    cluster.now_s += SPEC.max_pin_age_s
+    cluster.settle()
+    assert [v.version for v in cluster.view().versions] == [str(version_of(1))]
+    with pytest.raises(StaleVersionError, match="is not live"):
+        boss.pin(old, "req-2", cluster.now_s)
+
+
+def test_a_lost_group_aborts_the_open_attempt(cluster):
+    request = LeaseRequest(line="main", job="j", host="h", pid=1)
+    lease = cluster.training.acquire(request, now_s=cluster.now_s, now_unix_s=0.0)
+    cluster.training.begin_attempt(lease.id, "main", 1, plan=1)
+    assert cluster.decide() == ()
+    cluster.kill("group-0")
+    abort = next(c for c in cluster.decide() if isinstance(c, AbortAttempt))
+    assert "group-0 was lost" in abort.reason
+    cluster.tick()
+    assert cluster.training.attempts() == ()
+
+
+def test_a_restarted_controller_fences_what_is_left_and_keeps_its_versions(cluster):
+    cluster.supervisor.commit_version(version_of(3), cluster.now_s)
+    cluster.settle()
+    again = FakeCluster(SPEC, cluster.journal_file, alive=dict(cluster.alive))
+    again.settle()
+    assert again.ledger.term == 2
+    assert again.supervisor.latest("main") == str(version_of(3))
+    assert again.supervisor.plan().version == 2
+    assert {a.term for a in again.supervisor.actors.values()} == {2}
+    assert again.healthy()
