@@ -10,7 +10,12 @@ import logging
 import re
 import secrets
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +42,26 @@ _CLIENT_GONE = 499
 _log = logging.getLogger(__name__)
 
 
-def build_routes(service: Service, health: Health, web_dir: Path) -> FastAPI:
-    """The whole HTTP surface of an ingress."""
+def build_routes(
+    service: Service,
+    health: Health,
+    web_dir: Path,
+    *,
+    beside: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+) -> FastAPI:
+    """The whole HTTP surface of an ingress.
+
+    Args:
+        web_dir: Folder of the web page's files.
+        beside: Entered while the app serves (registration).
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         sweeper = asyncio.create_task(service.sweep_forever())
         try:
-            yield
+            async with beside():
+                yield
         finally:
             sweeper.cancel()
             with suppress(asyncio.CancelledError):

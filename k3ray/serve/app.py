@@ -1,0 +1,156 @@
+"""Deploying the endpoint: from a supernode's spec to a URL that answers, and away again.
+
+Driver side. `deploy` is idempotent: a running endpoint on the same port is updated in place.
+Only Serve's own proxy listens, on the spec's host; the port is checked before anything starts.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+
+import httpx
+from ray import serve
+from ray.serve.config import HTTPOptions
+
+from k3ray.actors.supernode import Supernode
+from k3ray.clock import Deadline
+from k3ray.config.resolve import resolve_model
+from k3ray.config.supernode import SupernodeSpec
+from k3ray.errors import PortInUseError, SupernodeError
+from k3ray.ids import Role
+from k3ray.serve.deployment import APP_NAME, Ingress, IngressBoot
+from k3ray.serve.generation import GenerationLimits
+from k3ray.serve.prompts import PromptBounds
+from k3ray.serve.service import ServeSettings
+
+PAGE_TOKENS = 64
+# The ingress itself bounds what is open; Serve must not queue in front of it.
+_MAX_ONGOING = 4096
+_REPLICA_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def deploy(supernode: Supernode, *, port: int | None = None) -> str:
+    """Serve the supernode over HTTP; returns the base URL once `/health` is ready.
+
+    Args:
+        port: HTTP port; None takes the spec's.
+
+    Raises:
+        PortInUseError: somebody else listens there.
+        SupernodeError: the endpoint already runs on another port.
+        DeadlineError: it did not become ready in time.
+    """
+    spec: SupernodeSpec = supernode.call("spec")
+    wanted = port or spec.endpoint.port
+    url = f"http://{spec.endpoint.host}:{wanted}"
+    running = _running_url(supernode)
+    if running is None:
+        check_port_free(spec.endpoint.host, wanted)
+    elif running != url:
+        raise SupernodeError(
+            f"the endpoint already runs at {running}",
+            remedy=f"use it, or end it first (`k3ray down`) to serve at {url}",
+        )
+    serve.start(
+        proxy_location="HeadOnly",
+        http_options=HTTPOptions(host=spec.endpoint.host, port=wanted),
+    )
+    serve.run(build_app(spec, url=url), name=APP_NAME, route_prefix="/")
+    wait_ready(url, limit_s=spec.deadlines.start_s + spec.deadlines.rebuild_s)
+    return url
+
+
+def undeploy() -> None:
+    """End the endpoint and Serve itself; fine when nothing runs."""
+    shutdown: Callable[[], None] = serve.shutdown
+    shutdown()
+
+
+def build_app(spec: SupernodeSpec, *, url: str) -> serve.Application:
+    """The Serve application of a spec."""
+    boot = IngressBoot(
+        settings=settings_of(spec),
+        tokenizer_file=spec.tokenizer_file,
+        endpoint=url,
+        web_dir=str(files("dashboards") / "web"),
+        controller_s=spec.deadlines.start_s,
+    )
+    deployment: Any = serve.deployment(
+        name="ingress",
+        num_replicas=spec.endpoint.replicas,
+        max_ongoing_requests=_MAX_ONGOING,
+        graceful_shutdown_timeout_s=5.0,
+        graceful_shutdown_wait_loop_s=0.5,
+        ray_actor_options={
+            "num_cpus": 0,
+            "runtime_env": {
+                "env_vars": {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+            },
+        },
+    )(serve.ingress()(Ingress))
+    application: serve.Application = deployment.bind(boot)
+    return application
+
+
+def settings_of(spec: SupernodeSpec) -> ServeSettings:
+    """The ingress's bounds from the supernode's."""
+    text, engine = resolve_model(spec).text_config, spec.engine
+    return ServeSettings(
+        model=spec.name,
+        bounds=PromptBounds(
+            vocab_size=text.vocab_size,
+            context=min(text.max_position_embeddings, engine.num_pages * PAGE_TOKENS),
+        ),
+        max_open_choices=spec.stacks * (engine.max_running + engine.max_waiting),
+        request_timeout_s=spec.endpoint.request_timeout_s,
+        send_stall_timeout_s=spec.endpoint.send_stall_timeout_s,
+        generation=GenerationLimits(stack_s=spec.deadlines.rebuild_s),
+    )
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Raise `PortInUseError` when somebody listens on the port."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise PortInUseError(
+                f"port {port} on {host} cannot be listened on: {error.strerror}",
+                remedy="end what listens there or choose another port (--port)",
+                port=port,
+            ) from error
+
+
+def wait_ready(url: str, *, limit_s: float) -> None:
+    """Wait until `/health` answers 200.
+
+    Raises:
+        DeadlineError: it did not in `limit_s`; the last reason is in the remedy.
+    """
+    deadline = Deadline.after(limit_s, operation="become ready", peer=f"the endpoint {url}")
+    reason = "no answer yet"
+    with httpx.Client(timeout=5.0, trust_env=False) as client:
+        while True:
+            try:
+                answer = client.get(f"{url}/health")
+                if answer.status_code == 200:
+                    return
+                reason = answer.text[:200]
+            except httpx.HTTPError as error:
+                reason = type(error).__name__
+            deadline.check(remedy=f"last answer: {reason}; see `k3ray status`")
+            time.sleep(0.1)
+
+
+def _running_url(supernode: Supernode) -> str | None:
+    """Where our endpoint runs now, by the ingress that registered last."""
+    if APP_NAME not in serve.status().applications:
+        return None
+    actors: list[dict[str, Any]] = supernode.call("status", limit_s=30.0)["actors"]
+    known = [a["endpoint"] for a in actors if a["role"] == str(Role.INGRESS)]
+    return str(known[-1]) if known else None

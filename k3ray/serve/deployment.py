@@ -1,0 +1,78 @@
+"""The Ray Serve deployment: one ingress process, from its boot values to its FastAPI app."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+
+from k3ray.serve.health import Health
+from k3ray.serve.ray_router import RayStackRouter
+from k3ray.serve.routes import build_routes
+from k3ray.serve.service import ServeSettings, Service
+from k3ray.text.tokenizer import K3Tokenizer
+
+APP_NAME = "k3ray"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngressBoot:
+    """What a replica is born with.
+
+    Args:
+        tokenizer_file: A `tokenizer.json`; None means one token per byte.
+        endpoint: The public URL, for the status document.
+    """
+
+    settings: ServeSettings
+    tokenizer_file: str | None
+    endpoint: str
+    web_dir: str
+    controller_s: float
+
+
+class Ingress:
+    """One replica; Serve asks it for its ASGI app."""
+
+    def __init__(self, boot: IngressBoot) -> None:
+        self._boot = boot
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Build everything in the replica's own process."""
+        boot = self._boot
+        rank = serve.get_replica_context().rank.rank
+        router = RayStackRouter(f"ingress-{rank}", controller_s=boot.controller_s)
+        service = Service(boot.settings, router, load_tokenizer(boot))
+
+        @asynccontextmanager
+        async def registered() -> AsyncIterator[None]:
+            address: Callable[[], str] = ray.util.get_node_ip_address
+            task = asyncio.create_task(
+                router.stay_registered(pid=os.getpid(), node=address(), endpoint=boot.endpoint)
+            )
+            try:
+                yield
+            finally:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+        return build_routes(service, Health(router), Path(boot.web_dir), beside=registered)
+
+
+def load_tokenizer(boot: IngressBoot) -> K3Tokenizer:
+    """The tokenizer that the boot values name.
+
+    Raises:
+        DataError: the file is missing or not one of ours.
+    """
+    if boot.tokenizer_file is None:
+        return K3Tokenizer.byte_level(boot.settings.bounds.vocab_size)
+    return K3Tokenizer.load(boot.tokenizer_file)
