@@ -46,8 +46,8 @@ class Channel:
         self._in_flight: dict[int, tuple[Lane, PendingReply]] = {}
         self._next_id = 1
 
-    def request(self, message: Message, lane: Lane) -> tuple[Request, PendingReply]:
-        """Charge credits and number the request.
+    def request(self, message: Message, lane: Lane, cost: int) -> tuple[Request, PendingReply]:
+        """Charge `cost` bytes of credit and number the request.
 
         Raises:
             CapacityError: credits are used up, or can never suffice.
@@ -55,7 +55,6 @@ class Channel:
         """
         if self.lost:
             raise self.peer_lost(message.op)
-        cost = message_cost(message)
         if not self.affords(lane, cost):
             raise self._no_credit(message.op, lane, cost)
         self._left[lane] -= cost

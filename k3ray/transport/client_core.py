@@ -15,7 +15,7 @@ from k3ray.errors import DeadlineError, K3RayError, PeerLostError
 from k3ray.ids import Incarnation, refuse_lower_term
 from k3ray.transport.channel import Channel, PendingReply
 from k3ray.transport.code_digest import code_digest
-from k3ray.transport.envelope import Down, Hello, Up, check_message, message_cost
+from k3ray.transport.envelope import Down, Hello, Up, message_cost
 from k3ray.transport.protocol import PROTOCOL_VERSION, Lane, Message, Pending
 
 AnyChannel = TypeVar("AnyChannel", bound=Channel)
@@ -55,13 +55,13 @@ class ClientCore(ABC, Generic[AnyChannel]):
 
     def send(self, peer: Incarnation, message: Message, *, lane: Lane) -> Pending:
         """Queue a request without blocking; see `Client.send`."""
-        check_message(message)
         channel = self._channels.get(peer)
         if channel is None:
             raise self._not_connected(peer, message.op)
-        if not channel.lost and not channel.affords(lane, message_cost(message)):
+        cost = message_cost(message)
+        if not channel.lost and not channel.affords(lane, cost):
             self._pump([channel], 0.0)
-        request, pending = channel.request(message, lane)
+        request, pending = channel.request(message, lane, cost)
         try:
             sent = self._write(channel, request)
         except BaseException:
@@ -105,7 +105,7 @@ class ClientCore(ABC, Generic[AnyChannel]):
 
     @abstractmethod
     def _write(self, channel: AnyChannel, item: Up) -> bool:
-        """Send without blocking; False when the peer is gone."""
+        """Check and send without blocking; False when the peer is gone."""
 
     @abstractmethod
     def _pump(self, channels: Collection[AnyChannel], timeout_s: float) -> None:

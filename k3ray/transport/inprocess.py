@@ -219,6 +219,7 @@ class InProcessClient(ClientCore[_HubChannel]):
 
     def _write(self, channel: _HubChannel, item: Up) -> bool:
         if isinstance(item, Request):
+            check_message(item.message)
             item = replace(item, message=_frozen(item.message))
         return channel.server.put(channel.address, item)
 

@@ -29,6 +29,7 @@ class LaneScheduler(Generic[Job]):
         self._shares = tuple(config.min_share for config in lane_configs(lanes))
         self._quantum_s = lanes.quantum_s
         self._queues: tuple[deque[Job], ...] = tuple(deque() for _ in Lane)
+        self._by_lane = tuple(zip(Lane, self._queues, strict=True))
         self._owed_s = [0.0 for _ in Lane]
         self._turn: Lane | None = None
 
@@ -45,19 +46,18 @@ class LaneScheduler(Generic[Job]):
 
     def pop(self) -> tuple[Lane, Job] | None:
         """Take the next job, or None when nothing waits."""
-        ready = [lane for lane in Lane if self._queues[lane]]
+        ready = [lane for lane, queue in self._by_lane if queue]
         if not ready:
             return None
-        lane = self._choose(ready)
+        lane = ready[0] if len(ready) == 1 else self._choose(ready)
         return lane, self._queues[lane].popleft()
 
     def charge(self, lane: Lane, busy_s: float) -> None:
         """Account `busy_s` seconds just spent on `lane`; call before `put_back`."""
-        for other in Lane:
-            if other is lane:
-                if self._turn is lane:
-                    self._owed_s[lane] -= busy_s * (1.0 - self._shares[lane])
-            elif self._queues[other]:
+        if self._turn is lane:
+            self._owed_s[lane] -= busy_s * (1.0 - self._shares[lane])
+        for other, queue in self._by_lane:
+            if queue and other is not lane:
                 owed_s = self._owed_s[other] + busy_s * self._shares[other]
                 self._owed_s[other] = min(owed_s, self._turn_price_s(other))
 

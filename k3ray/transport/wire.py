@@ -1,14 +1,17 @@
-"""Codec between envelopes and ZeroMQ frames: a msgpack header, then one raw frame per array.
+"""Codec between envelopes and ZeroMQ frames.
 
-Sending keeps references to the arrays' memory (no copy above 64 KiB); receiving returns read-only
-views into the frames. Errors travel as (code, message, remedy, fields), never as a pickle or a
-traceback. `decode_*` raises `TransportError` on anything that is not well formed.
+Frame 0 is [u32 header length, msgpack header, small arrays], each part at a multiple of 16 bytes;
+every larger array is a raw frame of its own, sent from and received into memory without a copy.
+Small ones ride along because a frame costs more than the copy of its 16 KiB. Errors travel as
+(code, message, remedy, fields), never as a pickle or a traceback. `decode_*` raises
+`TransportError` on anything that is not well formed.
 """
 
 from __future__ import annotations
 
+import functools
+import struct
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import msgpack
@@ -30,6 +33,12 @@ from k3ray.transport.protocol import Array, Lane, Message
 
 _HELLO, _REQUEST, _WELCOME, _REPLY, _FAILURE = range(5)
 
+_parse_incarnation = functools.lru_cache(maxsize=1024)(Incarnation.parse)
+_LENGTH = struct.Struct("<I")
+_ALIGN = 16
+_INLINE_BYTES = 16 * 1024
+_INLINE_TOTAL_BYTES = 64 * 1024
+
 Frame = bytes | memoryview
 """Bytes of one ZeroMQ frame."""
 
@@ -47,9 +56,8 @@ def encode_up(item: Up) -> list[Frame]:
                                  str(item.client), str(item.server)]  # fmt: skip
             return [_pack(header, "handshake")]
         case Request():
-            body, frames = _encode_message(item.message)
-            header = [_REQUEST, item.generation, item.request_id, int(item.lane), *body]
-            return [_pack(header, item.message.op), *frames]
+            header = [_REQUEST, item.generation, item.request_id, int(item.lane)]
+            return _encode_message(header, item.message)
 
 
 def encode_down(item: Down) -> list[Frame]:
@@ -59,10 +67,8 @@ def encode_down(item: Down) -> list[Frame]:
             header: list[Any] = [_WELCOME, str(item.server), item.generation, list(item.grants)]
             return [_pack(header, "welcome")]
         case Reply():
-            body, frames = _encode_message(item.message)
-            header = [_REPLY, str(item.server), item.generation, item.request_id, item.credit,
-                      *body]  # fmt: skip
-            return [_pack(header, item.message.op), *frames]
+            header = [_REPLY, str(item.server), item.generation, item.request_id, item.credit]
+            return _encode_message(header, item.message)
         case Failure():
             header = [_FAILURE, str(item.server), item.generation, item.request_id, item.credit,
                       *_encode_error(item.error)]  # fmt: skip
@@ -79,8 +85,8 @@ class Malformed(NamedTuple):
     error: TransportError
 
 
-def decode_up(frames: Sequence[memoryview]) -> Up | Malformed:
-    """Inverse of `encode_up`.
+def decode_up(frames: Sequence[Frame]) -> Up | Malformed:
+    """Inverse of `encode_up`; frame 0 as `bytes`, whose memory is aligned.
 
     Raises:
         TransportError: the header itself cannot be understood.
@@ -96,9 +102,9 @@ def decode_up(frames: Sequence[memoryview]) -> Up | Malformed:
         if kind == _REQUEST:
             generation, request_id, lane = int(header[0]), int(header[1]), Lane(header[2])
             try:
-                message = _decode_message(header[3:], frames[1:])
+                message = _decode_message(header[3:], frames)
             except TransportError as error:
-                size = sum(frame.nbytes for frame in frames[1:])
+                size = sum(len(frame) for frame in frames)
                 return Malformed(generation, request_id, lane, size, error)
             return Request(generation=generation, request_id=request_id, lane=lane, message=message)
     except (ValueError, TypeError, IndexError, AttributeError) as error:
@@ -106,11 +112,11 @@ def decode_up(frames: Sequence[memoryview]) -> Up | Malformed:
     raise _not_understood()
 
 
-def decode_down(frames: Sequence[memoryview]) -> Down:
+def decode_down(frames: Sequence[Frame]) -> Down:
     """Inverse of `encode_down`; raises `TransportError` on malformed frames."""
     kind, header = _header(frames)
     try:
-        server, generation = Incarnation.parse(header[0]), int(header[1])
+        server, generation = _parse_incarnation(header[0]), int(header[1])
         if kind == _WELCOME:
             grants = tuple(int(grant) for grant in header[2])
             return Welcome(server=server, generation=generation, grants=grants)
@@ -118,7 +124,7 @@ def decode_down(frames: Sequence[memoryview]) -> Down:
         if kind == _REPLY:
             return Reply(
                 server=server, generation=generation, request_id=request_id, credit=credit,
-                message=_decode_message(header[4:], frames[1:]),
+                message=_decode_message(header[4:], frames),
             )  # fmt: skip
         if kind == _FAILURE:
             return Failure(
@@ -130,48 +136,59 @@ def decode_down(frames: Sequence[memoryview]) -> Down:
     raise _not_understood()
 
 
-def _encode_message(message: Message) -> tuple[list[Any], list[Frame]]:
+def _encode_message(header: list[Any], message: Message) -> list[Frame]:
+    """`header` + [op, meta, [[dtype, shape, inline offset or -1], ...]], then the arrays."""
     check_message(message)
-    shapes = [[array.dtype.str, array.shape] for array in message.arrays]
-    # A byte view, because not every dtype (datetime64) exports a buffer of its own.
-    frames: list[Frame] = [array.reshape(-1).view(np.uint8).data for array in message.arrays]
-    return [message.op, dict(message.meta), shapes], frames
+    inline: list[bytes] = []
+    frames: list[Frame] = []
+    specs = []
+    offset = 0
+    for array in message.arrays:
+        size = array.nbytes
+        if size <= _INLINE_BYTES and offset + size <= _INLINE_TOTAL_BYTES:
+            specs.append((array.dtype.str, array.shape, offset))
+            inline += (array.tobytes(), bytes(-size % _ALIGN))
+            offset += size + -size % _ALIGN
+        else:
+            specs.append((array.dtype.str, array.shape, -1))
+            # A byte view, because not every dtype (datetime64) exports a buffer of its own.
+            frames.append(array.reshape(-1).view(np.uint8).data)
+    header += (message.op, dict(message.meta), specs)
+    return [_pack(header, message.op, inline), *frames]
 
 
-def _decode_message(body: Sequence[Any], frames: Sequence[memoryview]) -> Message:
-    op, meta, shapes = body[:3]
-    if len(shapes) != len(frames):
+def _decode_message(body: Sequence[Any], frames: Sequence[Frame]) -> Message:
+    op, meta, specs = body[:3]
+    head, *rest = frames
+    start = _data_start(head)
+    arrays = []
+    try:
+        for code, shape, offset in specs:
+            # Checks dtype, shape and that the buffer is large enough.
+            if offset < 0:
+                arrays.append(_own_frame(code, shape, rest.pop(0)))
+            else:
+                arrays.append(np.ndarray(shape, np.dtype(code), head, start + offset))
+    except (TypeError, ValueError, IndexError) as error:
         raise TransportError(
-            f"{op} announces {len(shapes)} arrays and carries {len(frames)}",
+            f"the arrays of {op} do not match their announcement",
             remedy="update the peer: it speaks another wire format",
             operation=op,
-        )
-    arrays = tuple(
-        _decode_array(op, dtype, tuple(shape), frame)
-        for (dtype, shape), frame in zip(shapes, frames, strict=True)
-    )
-    return Message(op=op, meta=meta, arrays=arrays)
+        ) from error
+    return Message(op=op, meta=meta, arrays=tuple(arrays))
 
 
-def _decode_array(op: str, code: str, shape: tuple[int, ...], frame: memoryview) -> Array:
-    dtype = np.dtype(code)
-    if dtype.hasobject or min(shape, default=0) < 0 or prod(shape) * dtype.itemsize != frame.nbytes:
-        raise TransportError(
-            f"an array of {op} is announced as {code} {shape} but has {frame.nbytes} bytes",
-            remedy="update the peer: it speaks another wire format",
-            operation=op,
-        )
-    if frame.nbytes == 0:
-        return np.empty(shape, dtype)
-    array = np.frombuffer(frame, dtype).reshape(shape)
+def _own_frame(code: str, shape: Sequence[int], frame: Frame) -> Array:
+    array: Array = np.ndarray(shape, np.dtype(code), frame)
+    if array.nbytes != len(frame):
+        raise ValueError("the frame is longer than its array")
     if not array.flags.aligned:
-        # Small frames share libzmq's 8 KiB receive buffer at any offset; torch wants alignment.
         array = array.copy()
     array.flags.writeable = False
     return array
 
 
-def _pack(header: list[Any], operation: str) -> bytes:
+def _pack(header: list[Any], operation: str, inline: Sequence[bytes] = ()) -> bytes:
     try:
         packed: bytes = msgpack.packb(header)
     except (TypeError, ValueError, OverflowError) as error:
@@ -180,15 +197,24 @@ def _pack(header: list[Any], operation: str) -> bytes:
             remedy="integers must fit 64 bits",
             operation=operation,
         ) from error
-    return packed
+    padding = bytes(-(_LENGTH.size + len(packed)) % _ALIGN)
+    return b"".join((_LENGTH.pack(len(packed)), packed, padding, *inline))
 
 
-def _header(frames: Sequence[memoryview]) -> tuple[int, list[Any]]:
+def _header(frames: Sequence[Frame]) -> tuple[int, list[Any]]:
     try:
-        kind, *header = msgpack.unpackb(frames[0], strict_map_key=False)
-    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
+        (length,) = _LENGTH.unpack_from(frames[0])
+        packed = frames[0][_LENGTH.size : _LENGTH.size + length]
+        kind, *header = msgpack.unpackb(packed, strict_map_key=False)
+    except (ValueError, TypeError, IndexError, struct.error, msgpack.UnpackException) as error:
         raise _not_understood() from error
     return kind, header
+
+
+def _data_start(head: Frame) -> int:
+    (length,) = _LENGTH.unpack_from(head)
+    end = _LENGTH.size + int(length)
+    return end + -end % _ALIGN
 
 
 def _not_understood() -> TransportError:

@@ -16,12 +16,14 @@ from zmq.utils.monitor import parse_monitor_message
 from k3ray.clock import Deadline
 from k3ray.errors import TransportError
 from k3ray.ids import Incarnation
+from k3ray.transport import frames
 from k3ray.transport.channel import Channel
 from k3ray.transport.client_core import ClientCore
 from k3ray.transport.envelope import MAX_IN_FLIGHT, Up
 from k3ray.transport.wire import decode_down, encode_up
 
-_DEATHS = (
+_POLLIN = int(zmq.POLLIN)
+_DEATHS = int(
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -99,9 +101,9 @@ class ZeroMqClient(ClientCore[SocketChannel]):
             raise deadline.error()
 
     def _write(self, channel: SocketChannel, item: Up) -> bool:
-        frames = encode_up(item)
+        parts = encode_up(item)
         try:
-            channel.dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            frames.send(channel.dealer, parts)
         except zmq.ZMQError as error:
             # Credits keep the queue below its mark, so EAGAIN means that there is no connection.
             if error.errno in (errno.EAGAIN, errno.EHOSTUNREACH):
@@ -110,8 +112,8 @@ class ZeroMqClient(ClientCore[SocketChannel]):
         return True
 
     def _pump(self, channels: Collection[SocketChannel], timeout_s: float) -> None:
-        sources = [(channel.dealer, zmq.POLLIN) for channel in channels]
-        sources += [(channel.monitor, zmq.POLLIN) for channel in channels]
+        sources = [(channel.dealer, _POLLIN) for channel in channels]
+        sources += [(channel.monitor, _POLLIN) for channel in channels]
         ready = {socket for socket, _ in zmq.zmq_poll(sources, _timeout_ms(timeout_s))}
         for channel in channels:
             died = channel.monitor in ready and _read_death(channel.monitor)
@@ -121,12 +123,9 @@ class ZeroMqClient(ClientCore[SocketChannel]):
                 channel.lose()
 
     def _take_in(self, channel: SocketChannel) -> None:
-        while True:
-            try:
-                frames = channel.dealer.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            self._settle(channel, decode_down([frame.buffer for frame in frames]))
+        while frames.readable(channel.dealer):
+            parts = frames.receive(channel.dealer, num_small=1)
+            self._settle(channel, decode_down(parts))
 
     def _shut(self, channel: SocketChannel) -> None:
         channel.dealer.disable_monitor()

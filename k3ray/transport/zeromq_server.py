@@ -22,6 +22,7 @@ from k3ray.clock import Deadline
 from k3ray.config.supernode import LanesConfig
 from k3ray.errors import TransportError
 from k3ray.ids import Incarnation
+from k3ray.transport import frames
 from k3ray.transport.code_digest import code_digest
 from k3ray.transport.control_queue import ControlQueue
 from k3ray.transport.envelope import MAX_IN_FLIGHT, Down
@@ -144,21 +145,20 @@ class ZeroMqServer:
 
     def _take_in(self) -> None:
         for _ in range(_INTAKE):
-            try:
-                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if not frames.readable(self._router):
                 return
+            identity, *parts = frames.receive(self._router, num_small=2)
             try:
-                item = decode_up([frame.buffer for frame in frames])
+                item = decode_up(parts)
             except TransportError:
                 self.malformed += 1
                 continue
-            self._core.receive(identity.bytes, item)
+            self._core.receive(identity, item)
 
     def _transmit(self, identity: Hashable, item: Down) -> bool:
         assert isinstance(identity, bytes)
         try:
-            self._router.send_multipart([identity, *encode_down(item)], copy=False)
+            frames.send(self._router, [identity, *encode_down(item)])
         except zmq.ZMQError as error:
             # EAGAIN: the client has stopped reading although its credits bound what it can have
             # coming, so it is as good as gone.
