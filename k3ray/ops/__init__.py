@@ -1,0 +1,1 @@
+"""Tensor operations of the model: shapes are checked here once, arithmetic is written down here."""

@@ -1,4 +1,4 @@
-"""Sigmoid, SiLU and the SiTU-GLU, written with `exp` so that a row's bits never depend on its mates.
+"""Sigmoid, SiLU and SiTU-GLU, written with `exp`: a row's bits do not depend on its mates.
 
 ATen's own sigmoid and SiLU change bits with the element count (design, section 5); `exp` and `tanh`
 do not. Each has a hand-written backward that is finite for every finite input. Half-precision
@@ -19,12 +19,12 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """1 / (1 + exp(-x)), any shape and float dtype; exactly 0 below about -88 in float32."""
-    return _Sigmoid.apply(x)  # type: ignore[no-any-return]
+    return _Sigmoid.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(x), any shape and float dtype."""
-    return _Silu.apply(x)  # type: ignore[no-any-return]
+    return _Silu.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def situ_glu(
@@ -43,7 +43,7 @@ def situ_glu(
 
     Source: Kimi K3 technical report, section 2.3; release `activation_situ_*`.
     """
-    return _SituGlu.apply(gate, up, beta, linear_beta)  # type: ignore[no-any-return]
+    return _SituGlu.apply(gate, up, beta, linear_beta)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def situ_glu_backward(
@@ -101,7 +101,8 @@ class _Sigmoid(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         (s,) = ctx.saved_tensors
-        return (1.0 - s).mul_(s).mul_(grads[0])
+        dx: torch.Tensor = (1.0 - s).mul_(s).mul_(grads[0])
+        return dx
 
 
 class _Silu(torch.autograd.Function):
@@ -118,7 +119,8 @@ class _Silu(torch.autograd.Function):
         s = _sigmoid(wide)
         # s + x s (1 - s), with the product first so that a large |x| meets an exact zero.
         slope = (1.0 - s).mul_(s).mul_(wide).add_(s)
-        return slope.mul_(grads[0]).to(x.dtype)
+        dx: torch.Tensor = slope.mul_(grads[0]).to(x.dtype)
+        return dx
 
 
 class _SituGlu(torch.autograd.Function):

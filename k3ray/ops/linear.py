@@ -1,0 +1,29 @@
+"""Bias-free linear maps whose row bits do not depend on how many rows there are.
+
+Legend: T rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+ROW_TILE = 16
+"""Rows of every product are padded with zeros to a multiple of this (design, section 5)."""
+
+
+def row_linear(x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T.
+
+    Args:
+        x: [T, I] float.
+        weight_OI: [O, I] of the same dtype.
+
+    Returns:
+        [T, O].
+    """
+    rows = x.shape[0]
+    missing = -rows % ROW_TILE
+    if missing == 0:
+        return functional.linear(x, weight_OI)
+    return functional.linear(functional.pad(x, (0, 0, 0, missing)), weight_OI)[:rows]
