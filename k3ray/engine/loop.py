@@ -7,16 +7,16 @@ to `on_fatal` at once and no request is told: another life of this stack already
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 
 from k3ray.engine.engine import Engine
 from k3ray.errors import FencedError, K3RayError
+from k3ray.obs.log import get_log
 
 _IDLE_WAIT_S = 1.0
 
-_log = logging.getLogger(__name__)
+_log = get_log(__name__)
 
 
 class EngineLoop:
@@ -50,10 +50,10 @@ class EngineLoop:
                 if not self._engine.step():
                     self._engine.wait_for_work(_IDLE_WAIT_S)
         except FencedError as error:
-            _log.critical("event=engine.fenced error=%r", error)
+            _log.error("engine.fenced", reason=str(error))
             self._on_fatal(error)
         except BaseException as error:
-            _log.critical("event=engine.failed error=%r", error, exc_info=True)
+            _log.error("engine.failed", error=error)
             self._engine.fail_all(
                 K3RayError(
                     f"the engine failed: {type(error).__name__}: {error}",
