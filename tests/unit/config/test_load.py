@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3ray.config.cluster import LocalClusterConfig
@@ -112,13 +112,14 @@ def test_required_and_cross_field_violations() -> None:
         ("a: 1\na: 2\n", "duplicate key"), ("- 1\n", "not a mapping"), ("a: [1\n", "line 2"),
         ("1: 2\n", "is not a string"), ("a: &x [*x]\n", "nesting deeper"),
         ("a: 1\n---\nb: 1\n", "document"), ("a: !!binary aGk=\n", "bytes"),
-        ("a: " + "[" * 100_000, "nesting deeper"), ("seed: " + "9" * 5000, "YAML"),
+        ("a: " + "[" * 2_000, "nesting deeper"), ("seed: " + "9" * 5000, "YAML"),
         ("a: \x00\n", "not valid YAML"), ("a: !!python/name:os.system\n", "YAML"),
     ],
 )  # fmt: skip
 def test_bad_files_are_config_errors(tmp_path: Path, text: str, message: str) -> None:
-    assert message in str(pytest.raises(ConfigError, load_config, SupernodeSpec,
-                                        _file(tmp_path, text)).value)  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        load_config(SupernodeSpec, _file(tmp_path, text))
+    assert message in str(caught.value)
 
 
 def test_unreadable_files_are_config_errors(tmp_path: Path) -> None:
@@ -149,6 +150,7 @@ _json = st.recursive(
 )  # fmt: skip
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(st.text("abcd", min_size=1), _json, max_size=4))
 def test_yaml_round_trip(value: dict[str, object]) -> None:
     assert parse_yaml(dump_yaml(value), where="x") == value
