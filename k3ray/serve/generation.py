@@ -162,13 +162,12 @@ class Generation:
         assert self._stack is not None, "start() comes first"
         wait_s = min(self._limits.poll_wait_s, self._deadline.left_s())
         try:
-            return await asyncio.wait_for(
-                self._router.poll(
+            # Not wait_for: on Python 3.11 it swallows a cancellation that meets the answer.
+            async with asyncio.timeout(wait_s + self._limits.answer_s):
+                return await self._router.poll(
                     self._stack, self._request.request_id,
                     after=self.ledger.last, term=self.ledger.term, wait_s=wait_s,
-                ),
-                wait_s + self._limits.answer_s,
-            )  # fmt: skip
+                )  # fmt: skip
         except (PeerLostError, DeadlineError, TimeoutError):
             await self._lose_stack()
         except (UnknownRequestError, FencedError):
@@ -234,7 +233,8 @@ class Generation:
         request = replace(self._request, emitted=tuple(self.ledger.tokens), term=self.ledger.term)
         self._stack = stack
         try:
-            await asyncio.wait_for(self._router.submit(stack, request), self._limits.answer_s)
+            async with asyncio.timeout(self._limits.answer_s):
+                await self._router.submit(stack, request)
         except (PeerLostError, DeadlineError, TimeoutError):
             await self._lose_stack()
         except FencedError:

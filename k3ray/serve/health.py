@@ -36,9 +36,8 @@ class Health:
         """(ready, document)."""
         try:
             document = await self.status()
-            stack = await asyncio.wait_for(
-                self._router.choose(affinity=0, avoid=frozenset()), self._limit_s
-            )
+            async with asyncio.timeout(self._limit_s):
+                stack = await self._router.choose(affinity=0, avoid=frozenset())
         except (K3RayError, TimeoutError) as error:
             return False, {"status": "unavailable", "reason": str(error)}
         if stack is None:
@@ -62,7 +61,8 @@ class Health:
                 return self._known[1]
             deadline = Deadline.after(self._limit_s, operation="status", peer="controller")
             try:
-                document = await asyncio.wait_for(self._router.status(), self._limit_s)
+                async with asyncio.timeout(self._limit_s):
+                    document = await self._router.status()
             except TimeoutError:
                 raise deadline.error() from None
             self._known = (self._clock(), document)

@@ -203,7 +203,8 @@ async def call(handle: Any, method: str, *args: Any, peer: str, limit_s: float) 
     """
     deadline = Deadline.after(limit_s, operation=method, peer=peer)
     try:
-        return await asyncio.wait_for(getattr(handle, method).remote(*args), limit_s)
+        async with asyncio.timeout(limit_s):
+            return await getattr(handle, method).remote(*args)
     except TimeoutError:
         raise deadline.error() from None
     except RayActorError as error:

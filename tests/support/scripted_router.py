@@ -107,7 +107,10 @@ class ScriptedRouter:
         self.polls += 1
         await asyncio.sleep(0)
         if self.gate is not None:
-            await asyncio.wait_for(self.gate.wait(), wait_s)
+            try:
+                await asyncio.wait_for(self.gate.wait(), wait_s)
+            except TimeoutError:
+                return []
         held = self._alive(stack).get(request_id)
         if held is None:
             raise UnknownRequestError("unknown", remedy="resubmit")
