@@ -1,4 +1,4 @@
-"""What watches a training loop: `Observer`, the JSONL metrics file, the console's progress line."""
+"""What watches a training loop: `Observer`; files, tracker and the console's progress line."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from k3ray.obs.tracking import Tracker
 from k3ray.train.authority import Json, StepRecord
 
 Fields = Mapping[str, Json]
@@ -47,8 +48,8 @@ class Observer(Protocol):
         ...
 
 
-class MetricsFile:
-    """Appends one JSON object per line.
+class EventFile:
+    """Appends one JSON object per event (aborts, checkpoints, versions, ...).
 
     Args:
         path: Created with its folder; an existing file is continued.
@@ -59,20 +60,37 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8")
 
     def on_step(self, progress: Progress) -> None:
-        """See `Observer`."""
-        self._write({"event": "step", **progress.metrics()})
+        """Steps are in the tracker's own file."""
 
     def on_event(self, event: str, fields: Fields) -> None:
         """See `Observer`."""
-        self._write({"event": event, **fields})
+        entry = {"time_ms": int(time.time() * 1000), "event": event, **fields}
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _write(self, entry: Fields) -> None:
-        self._file.write(json.dumps({"time": round(time.time(), 3), **entry}) + "\n")
-        self._file.flush()
+
+class TrackerObserver:
+    """Hands every step's numbers, and those of evaluations, to `obs.tracking`."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+
+    def on_step(self, progress: Progress) -> None:
+        """See `Observer`."""
+        metrics = _numbers(progress.metrics())
+        step = int(metrics.pop("step"))
+        self._tracker.log(step, metrics)
+
+    def on_event(self, event: str, fields: Fields) -> None:
+        """See `Observer`; only evaluations have numbers worth a curve."""
+        if event == "eval":
+            numbers = _numbers(fields)
+            step = int(numbers.pop("step"))
+            self._tracker.log(step, {f"eval_{name}": value for name, value in numbers.items()})
 
 
 class ConsoleProgress:
@@ -134,9 +152,8 @@ def step_text(metrics: Fields) -> str:
     )
 
 
-def record_fields(record: StepRecord) -> dict[str, Json]:
-    """The scalar fields of a record."""
-    return {k: v for k, v in asdict(record).items() if not isinstance(v, dict)}
+def _numbers(fields: Fields) -> dict[str, float]:
+    return {name: float(v) for name, v in fields.items() if isinstance(v, bool | int | float)}
 
 
 def _short(value: Json) -> str:

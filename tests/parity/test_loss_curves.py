@@ -1,4 +1,4 @@
-"""A committed step depends on seed, config and data only: not on groups, aborts, losses, resumes."""
+"""A committed step depends on seed, config and data only: not on groups, aborts or resumes."""
 
 import numpy as np
 import pytest
@@ -27,17 +27,24 @@ def _assert_same_line(a, b):
     assert losses == {record.step: record.loss for record in b.authority.steps}
 
 
+@pytest.fixture(scope="module")
+def fifty_local_steps(tmp_path_factory):
+    local = toy_line(
+        tmp_path_factory.mktemp("local"), steps=50, micro_batches=1, checkpoint_every=50
+    )
+    return local, local.loop.run()
+
+
 @pytest.mark.parametrize(
     "partition",
     [(range(8),), (range(4), range(4, 8)), ((3,), (0, 1, 2, 4, 5, 6, 7)), THREE],
     ids=["one", "two", "uneven", "three-permuted"],
 )
-def test_fifty_steps_local_equal_disaggregated(partition, tmp_path):
-    local = toy_line(tmp_path / "local", steps=50, micro_batches=1, checkpoint_every=50)
+def test_fifty_steps_local_equal_disaggregated(partition, fifty_local_steps, tmp_path):
+    local, result = fifty_local_steps
     remote = toy_line(
         tmp_path / "remote", partition=partition, steps=50, micro_batches=1, checkpoint_every=50
     )
-    result = local.loop.run()
     remote.loop.run()
     _assert_same_line(local, remote)
     assert result.first_loss > 5.5

@@ -22,6 +22,7 @@ from k3ray.train.loop import LoopConfig, TrainLoop
 from k3ray.train.remote_experts import RemoteExperts, TrainLimits
 from k3ray.train.step import StepParts
 from k3ray.weights.store import WeightStore
+import torch
 from tests.support.direct_client import DirectClient, PlanBox, peer_of
 from tests.support.memory_authority import MemoryAuthority
 from tests.support.toy_text import ToyText
@@ -107,6 +108,7 @@ def toy_line(
     **config: int,
 ) -> ToyLine:
     """Build a k3-tiny line; `partition` None trains in one process."""
+    torch.set_num_threads(1)  # the thread count is part of the numeric mode
     store = WeightStore(root)
     groups = ToyGroups(partition, store) if partition is not None else None
     experts: ExpertSide
