@@ -21,6 +21,7 @@ from k3ray.config.supernode import SupernodeSpec
 from k3ray.control.commands import WaitForPins
 from k3ray.control.leases import Lease, LeaseRequest
 from k3ray.control.ledger import Ledger
+from k3ray.control.loss_history import with_history
 from k3ray.control.supervisor import Supervisor
 from k3ray.control.training import TrainingLedger
 from k3ray.control.versions import admit_publish, publish_refused
@@ -190,7 +191,7 @@ class TrainingMethods:
 
     async def report_training(self, line: str, metrics: Mapping[str, JsonValue]) -> None:
         """Latest metrics of a line (step, loss, ...), for the status."""
-        self._metrics[line] = dict(metrics)
+        self._metrics[line] = with_history(self._metrics.get(line), metrics)
 
     def _model_meta(self) -> dict[str, str | int | float | bool | None]:
         return {"model": config_digest(self._text), "preset": self._spec.preset}

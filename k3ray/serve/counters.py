@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from k3ray.clock import Clock, monotonic
+from k3ray.obs.metrics import MetricSet
 
 _WINDOW_S = 5.0
 
@@ -18,7 +19,7 @@ class Counters:
     Args:
         running: Choices being generated now.
         streams: HTTP answers being read now.
-        refused: Requests answered 429.
+        metrics: What is more than a number: the time to the first token.
     """
 
     clock: Clock = monotonic
@@ -30,6 +31,7 @@ class Counters:
     handovers_total: int = 0
     refused_total: int = 0
     failed_total: int = 0
+    metrics: MetricSet = field(default_factory=MetricSet)
     recent: deque[tuple[float, int]] = field(default_factory=deque)
 
     def opened(self) -> None:
@@ -52,6 +54,10 @@ class Counters:
             self.recent.append((second, 1))
             self._forget()
 
+    def first_token(self, waited_s: float) -> None:
+        """A choice got its first token, `waited_s` after it was accepted."""
+        self.metrics.observe("k3ray_ingress_first_token_seconds", waited_s)
+
     def tokens_per_s(self) -> float:
         """Tokens per second over the last 5 whole seconds."""
         self._forget()
@@ -64,6 +70,7 @@ class Counters:
             "running": self.running,
             "streams": self.streams,
             "requests_total": self.requests_total,
+            "choices_total": self.choices_total,
             "tokens_total": self.tokens_total,
             "tokens_per_s": round(self.tokens_per_s(), 2),
             "handovers_total": self.handovers_total,

@@ -23,7 +23,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 
-from k3ray.errors import BadRequestError, CapacityError, UnknownModelError
+from k3ray.errors import BadRequestError, CapacityError, K3RayError, UnknownModelError
 from k3ray.serve.answers import collect, stream_frames
 from k3ray.serve.api import Call, parse_chat, parse_completion
 from k3ray.serve.api_errors import error_body, error_reply
@@ -110,7 +110,11 @@ def _add_operations(app: FastAPI, service: Service, health: Health) -> None:
 
     @app.get("/metrics")
     async def get_metrics() -> Response:
-        body, media_type = metrics_page(service.counters)
+        try:
+            status = await health.status()
+        except K3RayError:
+            status = None
+        body, media_type = metrics_page(service.counters, status)
         return Response(body, media_type=media_type)
 
 

@@ -94,6 +94,7 @@ class Run:
         self._limits = limits
         self._clock = clock
         self._life = 0
+        self._started_s = clock()
         self._changed = asyncio.Event()
         self._pumps: list[asyncio.Task[None]] = []
         self._starting = asyncio.Lock()
@@ -230,6 +231,8 @@ class Run:
             async for event in events:
                 if event.token is not None:
                     self._counters.token()
+                    if event.position == 0:
+                        self._counters.first_token(self._clock() - self._started_s)
                 self._add(choice, choice.text.feed(event))
                 if choice.text.finished:
                     break

@@ -16,7 +16,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-KEEP_ALIVE = b": waiting\n\n"
+# One newline: stock clients keep the last event id and take any blank line after it for an event.
+KEEP_ALIVE = b": waiting\n"
 
 _log = logging.getLogger(__name__)
 
