@@ -67,23 +67,36 @@ def situ_glu_backward(
         (grad_gate, grad_up), each [..., F] in the dtype of its input.
     """
     dtype = wide_dtype(gate.dtype)
-    g, u, dy = gate.to(dtype), up.to(dtype), grad.to(dtype)
-    s = _sigmoid(g)
-    t = torch.tanh(g / beta)
-    if linear_beta is None:
-        bounded_up, slope_up = u, None
-    else:
-        t_up = torch.tanh(u / linear_beta)
-        bounded_up = t_up * linear_beta
-        slope_up = t_up.square_().neg_().add_(1.0)
-    bounded_gate = t * s * beta
-    # d/dg [beta t s] = s (1 - t^2) + beta t s (1 - s)
-    slope_gate = (1.0 - t.square()).mul_(s).add_(bounded_gate * (1.0 - s))
-    grad_gate = slope_gate.mul_(dy).mul_(bounded_up)
-    grad_up = bounded_gate.mul_(dy)
-    if slope_up is not None:
-        grad_up = grad_up.mul_(slope_up)
+    kept = _situ_parts(gate.to(dtype), up.to(dtype), beta, linear_beta)
+    grad_gate, grad_up = _situ_grads(kept, grad.to(dtype), beta, linear_beta)
     return grad_gate.to(gate.dtype), grad_up.to(up.dtype)
+
+
+_Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _situ_parts(
+    gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float | None
+) -> _Parts:
+    """tanh(gate / beta), sigmoid(gate), and tanh(up / linear_beta) or `up` itself."""
+    bounded = up if linear_beta is None else torch.tanh(up / linear_beta)
+    return torch.tanh(gate / beta), _sigmoid(gate), bounded
+
+
+def _situ_grads(
+    kept: _Parts, dy: torch.Tensor, beta: float, linear_beta: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    t, s, bounded = kept
+    scaled_up = bounded if linear_beta is None else bounded * linear_beta
+    scaled_gate = (t * s).mul_(beta)
+    # d/dg [beta t s] = s (1 - t^2) + beta t s (1 - s) = s (1 - t^2) + scaled - scaled s
+    slope_gate = torch.addcmul(s, s * t, t, value=-1.0)
+    slope_gate.add_(scaled_gate).addcmul_(scaled_gate, s, value=-1.0)
+    grad_gate = slope_gate.mul_(dy).mul_(scaled_up)
+    grad_up = scaled_gate.mul_(dy)
+    if linear_beta is not None:
+        grad_up.addcmul_(grad_up * bounded, bounded, value=-1.0)
+    return grad_gate, grad_up
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -128,22 +141,17 @@ class _SituGlu(torch.autograd.Function):
     def forward(
         ctx: Any, gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float | None
     ) -> torch.Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.bounds = (beta, linear_beta)
         dtype = wide_dtype(gate.dtype)
-        g, u = gate.to(dtype), up.to(dtype)
-        out = torch.tanh(g / beta).mul_(beta).mul_(_sigmoid(g))
-        if linear_beta is None:
-            out.mul_(u)
-        else:
-            out.mul_(torch.tanh(u / linear_beta).mul_(linear_beta))
-        return out.to(gate.dtype)
+        # The parts are kept, not the inputs: a tanh costs as much as ten multiplications.
+        t, s, bounded = _situ_parts(gate.to(dtype), up.to(dtype), beta, linear_beta)
+        ctx.save_for_backward(t, s, bounded)
+        ctx.bounds = (beta, linear_beta)
+        ctx.dtypes = (gate.dtype, up.dtype)
+        out = (t * s).mul_(beta * (1.0 if linear_beta is None else linear_beta))
+        return out.mul_(bounded).to(gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        gate, up = ctx.saved_tensors
-        beta, linear_beta = ctx.bounds
-        grad_gate, grad_up = situ_glu_backward(
-            gate, up, grads[0], beta=beta, linear_beta=linear_beta
-        )
-        return grad_gate, grad_up, None, None
+        t, s, bounded = ctx.saved_tensors
+        grad_gate, grad_up = _situ_grads((t, s, bounded), grads[0].to(t.dtype), *ctx.bounds)
+        return grad_gate.to(ctx.dtypes[0]), grad_up.to(ctx.dtypes[1]), None, None

@@ -86,8 +86,8 @@ class _ChunkPairs(torch.autograd.Function):
                 ),
                 dim=1,
             )
-            dright_B2sK = torch.bmm(dproducts, left_BsK)
-            dleft_BsK = torch.bmm(dproducts.transpose(1, 2), right_B2sK)
+            dright_B2sK = _small_bmm(dproducts, left_BsK)
+            dleft_BsK = _small_bmm(dproducts.transpose(1, 2), right_B2sK)
             _add_level_grads(
                 (dq_NCK, dk_NCK, dprefix_NCK, dsuffix_NCK),
                 (right_B2sK, left_BsK, dright_B2sK, dleft_BsK),
@@ -150,6 +150,17 @@ def _unmerge(dprefix_NCK: torch.Tensor, dsuffix_NCK: torch.Tensor, half: int) ->
     left, right = _halves(dprefix_NCK, half)
     left[:, :, -1:].add_(right.sum(2, keepdim=True))
     right[:, :, -1:].add_(_halves(dsuffix_NCK, half)[0].sum(2, keepdim=True))
+
+
+def _small_bmm(a_BIJ: torch.Tensor, b_BJK: torch.Tensor) -> torch.Tensor:
+    """a @ b; the smallest products are written out, which is several times faster on a CPU."""
+    rows, terms = a_BIJ.shape[1:]
+    if rows * terms > 8:
+        return torch.bmm(a_BIJ, b_BJK)
+    total = a_BIJ[:, :, :1] * b_BJK[:, :1]
+    for term in range(1, terms):
+        total.addcmul_(a_BIJ[:, :, term : term + 1], b_BJK[:, term : term + 1])
+    return total
 
 
 def _add_level_grads(
