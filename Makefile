@@ -10,11 +10,11 @@ BIN := .venv/bin
 
 # The stamp's name is a digest of what decides the installation, so that an unchanged checkout
 # never asks the network and a changed pin always installs.
-INSTALL_KEY = $(shell $(PYTHON) -c 'import hashlib, json, tomllib; \
+INSTALL_KEY := $(shell $(PYTHON) -c 'import hashlib, json, tomllib; \
   project = tomllib.load(open("pyproject.toml", "rb")); \
   parts = [project["build-system"], project["project"], open("constraints.txt").read()]; \
   print(hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16])' 2>/dev/null)
-STAMP = .venv/.installed-$(INSTALL_KEY)
+STAMP := .venv/.installed-$(INSTALL_KEY)
 
 .PHONY: help install quickstart test lint format docs bench
 
