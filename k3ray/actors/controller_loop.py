@@ -55,6 +55,9 @@ PING_EVERY_S = 2.0
 MAX_DECISIONS = 50
 _EXIT_FENCED = 71
 
+Operation = Callable[[], Coroutine[Any, Any, Callable[[ActorView], ActorView]]]
+"""Asks an actor for something; its result puts the answer into the actor's view."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -219,11 +222,17 @@ class ControlLoop:
                 if self.supervisor.begin_fencing(command.incarnation, monotonic()):
                     self.spawn(self._fence(command.incarnation))
             case LoadVersion():
-                self._operate(command.incarnation, load_key(command.version), self._load(command))
+                self._operate(
+                    command.incarnation, load_key(command.version), lambda: self._load(command)
+                )
             case DropVersion():
-                self._operate(command.incarnation, load_key(command.version), self._drop(command))
+                self._operate(
+                    command.incarnation, load_key(command.version), lambda: self._drop(command)
+                )
             case PushPlan():
-                self._operate(command.incarnation, plan_key(command.plan), self._push(command))
+                self._operate(
+                    command.incarnation, plan_key(command.plan), lambda: self._push(command)
+                )
             case _:
                 assert_never(command)
 
@@ -261,19 +270,13 @@ class ControlLoop:
         if command.failed:
             self._store.delete(facts.line, command.version)
 
-    def _operate(
-        self, incarnation: Incarnation, key: str, work: Coroutine[Any, Any, Callable[..., Any]]
-    ) -> None:
+    def _operate(self, incarnation: Incarnation, key: str, work: Operation) -> None:
         if self.supervisor.begin(incarnation, key):
             self.spawn(self._operation(incarnation, key, work))
-        else:
-            work.close()
 
-    async def _operation(
-        self, incarnation: Incarnation, key: str, work: Coroutine[Any, Any, Callable[..., Any]]
-    ) -> None:
+    async def _operation(self, incarnation: Incarnation, key: str, work: Operation) -> None:
         try:
-            change = await work
+            change = await work()
         except K3RayError as error:
             _log.warning("event=operation.failed peer=%s key=%r %s", incarnation, key, error)
             self.supervisor.fail(incarnation, key, str(error), monotonic())

@@ -171,7 +171,9 @@ def test_report_lost_is_verified(run):
         await bench.ready()
         life = (await bench.core.plan()).peers["group-0"].incarnation
         assert not await bench.core.report_lost(life, "stack-0")
-        os.kill(bench.actors.processes[life].pid, signal.SIGSTOP)
+        pid = bench.actors.processes[life].pid
+        os.kill(pid, signal.SIGSTOP)
+        os.waitpid(pid, os.WUNTRACED)  # the kernel stops it at its next chance, not at once
         assert await bench.core.report_lost(life, "stack-0")
         assert (await bench.core.wait_plan(1, 10.0)).version == 2
 
