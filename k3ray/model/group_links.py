@@ -91,3 +91,20 @@ class GroupLinks:
         """Close the client; idempotent."""
         self._connected.clear()
         self._client.close()
+
+
+class FixedPlan:
+    """A `PlanSource` of one plan that is never replaced (benches, one-off tools)."""
+
+    def __init__(self, plan: PlacementPlan) -> None:
+        self._plan = plan
+
+    def current(self) -> PlacementPlan:
+        """The plan."""
+        return self._plan
+
+    def wait_newer(self, than_version: int, deadline: Deadline) -> PlacementPlan:
+        """The plan if it is newer; otherwise there is nothing to wait for."""
+        if self._plan.version <= than_version:
+            raise deadline.error("this plan is fixed")
+        return self._plan

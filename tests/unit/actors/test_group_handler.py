@@ -1,0 +1,131 @@
+"""GroupHandler: publishing from memory, files beside the worker thread, refusals."""
+
+import numpy as np
+import pytest
+import torch
+
+from k3ray.actors.group_handler import GroupHandler
+from k3ray.config.presets import PRESETS
+from k3ray.errors import PlanError, StoreError, TransportError
+from k3ray.model.expert_math import finish
+from k3ray.train.remote_experts import _shard_info
+from k3ray.transport.protocol import Message
+from k3ray.weights.manifest import EntryKind
+from k3ray.weights.store import WeightStore
+
+CFG = PRESETS["k3-tiny"].text_config
+LAYER = CFG.moe_layers[0]
+
+
+def _handler(store, experts=(1, 4)):
+    return GroupHandler(CFG, dict.fromkeys(CFG.moe_layers, experts), store=store, line="main")
+
+
+def _call(handler, op, meta, *arrays):
+    return finish(handler(Message(op=op, meta=meta, arrays=arrays)))
+
+
+def _load(handler, seed=3):
+    _call(handler, "train_load", {"line": "main", "entry": None, "seed": seed, "step": 0})
+
+
+def _publish(handler, store, step=0):
+    staged = store.stage("main", EntryKind.VERSION, step)
+    meta = {"line": "main", "step": step, "path": staged.path, "shard": "experts-group-0"}
+    shard = _shard_info(_call(handler, "train_publish", meta).arrays[0])
+    return str(store.commit(staged, [shard]))
+
+
+def _forward(handler, version):
+    latents = np.arange(2 * CFG.routed_expert_hidden_size, dtype=np.float32).reshape(2, -1) / 50
+    meta = {"version": version, "layer": LAYER}
+    rows, experts = np.array([0, 1], np.int32), np.array([4, 1], np.int32)
+    return _call(handler, "forward", meta, latents, rows, experts).arrays[0]
+
+
+def test_a_published_version_serves_from_memory_with_the_stores_bits(tmp_path):
+    store = WeightStore(tmp_path)
+    trained, other = _handler(store), _handler(store)
+    _load(trained)
+    version = _publish(trained, store)
+    assert trained.versions() == ()
+    assert trained.activate_staged(version)
+    assert not other.activate_staged(version)
+    other.load_version(version, store.open("main", version).read(other.owned_names()))
+    assert np.array_equal(_forward(trained, version), _forward(other, version))
+    trained.drop_version(version)
+    assert trained.versions() == ()
+
+
+def test_a_copy_of_other_bytes_is_not_activated(tmp_path):
+    store = WeightStore(tmp_path)
+    one, two = _handler(store), _handler(store)
+    _load(one, seed=1)
+    _load(two, seed=2)
+    _publish(one, store)
+    version_of_two = _publish(two, store)
+    assert not one.activate_staged(version_of_two)
+
+
+def test_the_staged_copy_survives_further_training(tmp_path):
+    store = WeightStore(tmp_path)
+    handler = _handler(store)
+    _load(handler)
+    version = _publish(handler, store)
+    _load(handler, seed=9)
+    assert handler.activate_staged(version)
+    other = _handler(store)
+    other.load_version(version, store.open("main", version).read(other.owned_names()))
+    assert np.array_equal(_forward(handler, version), _forward(other, version))
+
+
+def test_file_work_yields_to_the_lanes(tmp_path):
+    store = WeightStore(tmp_path)
+    handler = _handler(store)
+    _load(handler)
+    staged = store.stage("main", EntryKind.CHECKPOINT, 0)
+    meta = {"line": "main", "step": 0, "path": staged.path, "shard": "experts-group-0"}
+    work = handler(Message(op="train_save", meta=meta))
+    next(work)
+    finish(work)
+    assert (tmp_path / "main" / ".staging").exists()
+
+
+def test_writing_a_step_that_is_not_here_is_refused(tmp_path):
+    store = WeightStore(tmp_path)
+    handler = _handler(store)
+    meta = {"line": "main", "step": 4, "path": str(tmp_path), "shard": "x"}
+    with pytest.raises(StoreError, match="no step"):
+        _call(handler, "train_save", meta)
+    _load(handler)
+    with pytest.raises(StoreError, match="step 4"):
+        _call(handler, "train_save", meta)
+
+
+def test_unknown_and_malformed_messages_are_typed_errors(tmp_path):
+    handler = _handler(WeightStore(tmp_path))
+    with pytest.raises(TransportError, match="unknown operation 'fly'"):
+        _call(handler, "fly", {})
+    with pytest.raises(TransportError, match="malformed 'forward'"):
+        _call(handler, "forward", {"layer": LAYER})
+    _load(handler)
+    meta = {"line": "main", "step": 1, "attempt": 1, "micro_batch": 0, "layer": LAYER}
+    latents = torch.zeros(1, CFG.routed_expert_hidden_size).numpy()
+    with pytest.raises(PlanError, match=r"experts \[0\]"):
+        _call(handler, "train_forward", meta, latents, np.zeros(1, np.int32), np.zeros(1, np.int32))
+
+
+def test_status_names_versions_experts_and_training(tmp_path):
+    store = WeightStore(tmp_path)
+    handler = _handler(store)
+    assert handler.status()["train"] == {
+        "line": "main", "has_master": False, "step": 0, "attempt": None,
+    }  # fmt: skip
+    _load(handler)
+    version = _publish(handler, store)
+    handler.activate_staged(version)
+    status = handler.status()
+    assert status["versions"] == [version]
+    assert status["experts"][str(LAYER)] == [1, 4]
+    assert status["train"]["has_master"]
+    assert status["size_bytes"] > 0
