@@ -1,0 +1,1 @@
+"""Clients of the endpoint: `KimiClient`, `AsyncKimiClient`, and the load generator."""
