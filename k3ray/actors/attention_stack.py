@@ -53,6 +53,7 @@ class AttentionStack:
         self._spec = spec
         self._plans = PlanHolder()
         self._controller_term = 0
+        self._executors = StackExecutors(spec, self._plans)
         self._started: tuple[Engine, ServeRunner, EventSignal] | None = None
         self._loading = asyncio.Lock()
 
@@ -65,7 +66,7 @@ class AttentionStack:
                 spec.text,
                 num_slots=spec.engine.max_running + SCORE_SLOTS,
                 num_pages=spec.engine.num_pages,
-                executor_factory=StackExecutors(spec, self._plans),
+                executor_factory=self._executors,
                 plan_version=lambda: self._plans.version,
             )
             signal = EventSignal(asyncio.get_running_loop())
@@ -175,6 +176,7 @@ class AttentionStack:
         return {
             "incarnation": str(self._spec.incarnation),
             "pid": os.getpid(),
+            "hop_retries": self._executors.num_retries,
             **asdict(engine.stats()),
         }
 

@@ -63,6 +63,11 @@ class StackExecutors:
             ),
         )
 
+    @property
+    def num_retries(self) -> int:
+        """Parts of hops that were sent again because their group was lost."""
+        return self._links.num_retries if self._links is not None else 0
+
     def _report(self, lost: Incarnation, error: TransportError) -> None:
         now_s = monotonic()
         if now_s - self._reported_s.get(lost.actor, -_REPORT_EVERY_S) < _REPORT_EVERY_S:

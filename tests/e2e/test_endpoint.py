@@ -1,0 +1,133 @@
+"""The live endpoint on real actors: clients, kills in the middle of streams, status."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import OpenAI
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from live import Live, live_supernode
+
+from k3ray.cli.kill_show import Stream, kill_during_stream, stream_completion, wait_rebuilt
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with live_supernode("stacks=2") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> OpenAI:
+    return OpenAI(base_url=f"{live.url}/v1", api_key="x", max_retries=0, timeout=120)
+
+
+def test_status_lists_every_role(live: Live) -> None:
+    document = live.status()
+    roles = {actor["role"] for actor in document["actors"]}
+    assert {"controller", "expert_group", "attention_stack", "ingress"} <= roles
+    held: dict[str, list[int]] = {}
+    for actor in document["actors"]:
+        assert actor["pid"] in live.pids()
+        assert actor["node"]
+        assert actor["term"] >= 1
+        for layer, experts in (actor.get("experts") or {}).items():
+            held.setdefault(layer, []).extend(experts)
+    assert held
+    assert all(sorted(experts) == list(range(8)) for experts in held.values())
+
+
+def test_models_and_health(live: Live, client: OpenAI) -> None:
+    names = {model.id for model in client.models.list().data}
+    assert "kimi-k3" in names
+    assert httpx.get(f"{live.url}/health").status_code == 200
+    assert "k3ray_" in httpx.get(f"{live.url}/metrics").text
+
+
+def test_chat_streamed_equals_whole(client: OpenAI) -> None:
+    messages = [{"role": "user", "content": "Hello <|end_of_msg|> there"}]
+    whole = client.chat.completions.create(
+        model="kimi-k3", messages=messages, max_tokens=24, seed=3, temperature=0.3
+    )
+    streamed = ""
+    for chunk in client.chat.completions.create(
+        model="kimi-k3", messages=messages, max_tokens=24, seed=3, temperature=0.3, stream=True
+    ):
+        if chunk.choices and chunk.choices[0].delta.content:
+            streamed += chunk.choices[0].delta.content
+    assert streamed == (whole.choices[0].message.content or "")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ('{"model": "kimi-k3", "prompt": ', 400, None),
+        ('{"model": "gpt-9", "prompt": "x"}', 404, "model"),
+        ('{"model": "kimi-k3", "prompt": "x", "max_tokens": -1}', 400, "max_tokens"),
+        ('{"model": "kimi-k3", "prompt": 5}', 400, "prompt"),
+        ('{"model": "kimi-k3", "prompt": "' + "x" * 9000 + '"}', 400, None),
+    ],
+    ids=["bad-json", "unknown-model", "negative", "wrong-type", "too-long"],
+)
+def test_bad_requests_are_openai_errors(
+    live: Live, body: str, status: int, param: str | None
+) -> None:
+    answer = httpx.post(
+        f"{live.url}/v1/completions", content=body, headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["message"]
+    if param:
+        assert error["param"] == param
+
+
+def test_stream_survives_the_kill_of_a_group(live: Live) -> None:
+    report = kill_during_stream(live.url, live.status, prompt="Survive: ", num_tokens=40, say=print)
+    assert report.same_tokens
+    assert report.plan_after > report.plan_before
+    assert report.hop_retries > 0
+
+
+def test_stream_survives_the_kill_of_every_stack(live: Live, client: OpenAI) -> None:
+    def run(kill_at: int) -> Stream:
+        def on_token(count: int) -> None:
+            if count == kill_at:
+                for actor in victims:
+                    os.kill(actor["pid"], signal.SIGKILL)
+
+        return stream_completion(client, "Stack: ", max_tokens=40, seed=5, on_token=on_token)
+
+    victims: list[dict[str, object]] = []
+    golden = run(-1)
+    victims = live.actors("attention_stack")
+    seen = run(12)
+    for actor in victims:
+        wait_rebuilt(live.status, str(actor["id"]), than_term=int(str(actor["term"])))
+    assert seen.tokens == golden.tokens
+
+
+def test_dropped_clients_free_everything(live: Live) -> None:
+    for number in range(20):
+        body = {"model": "kimi-k3", "prompt": f"drop {number}", "max_tokens": 500, "stream": True}
+        with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=60) as answer:
+            next(answer.iter_lines())
+    deadline_s = time.monotonic() + 20
+    while time.monotonic() < deadline_s:
+        loads = [a.get("load") or {} for a in live.actors("attention_stack")]
+        if all(not load.get("running") and not load.get("waiting") for load in loads):
+            break
+        time.sleep(0.2)
+    else:
+        pytest.fail(f"requests of dropped clients still run: {loads}")
