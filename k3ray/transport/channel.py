@@ -77,20 +77,16 @@ class Channel:
 
     def settle(self, item: Down) -> bool:
         """Take what arrived; False if nobody waits for it and it was dropped."""
-        if item.server != self.peer or item.generation != self.generation or self.lost:
+        if item.generation != self.generation or self.lost:
             return False
+        if not self.opened:
+            return self._settle_handshake(item)
         if isinstance(item, Welcome):
-            if not self.opened:
-                self.opened = True
-                self._grants = item.grants
-                self._left = list(item.grants)
-            return True
-        if item.request_id == 0 and isinstance(item, Failure):
-            self.refusal = item.error
-            return True
-        if item.request_id not in self._in_flight:
+            return True  # the server only asks whether we are still here
+        entry = self._in_flight.pop(item.request_id, None) if item.server == self.peer else None
+        if entry is None:
             return False
-        lane, pending = self._in_flight.pop(item.request_id)
+        lane, pending = entry
         self._left[lane] += item.credit
         if pending.outcome is not None:
             return False
@@ -113,6 +109,18 @@ class Channel:
             peer=str(self.peer),
             operation=operation,
         )
+
+    def _settle_handshake(self, item: Down) -> bool:
+        if isinstance(item, Failure):
+            # Also from a server that is not the one we look for: it says so.
+            self.refusal = item.error
+        elif isinstance(item, Welcome) and item.server == self.peer:
+            self.opened = True
+            self._grants = item.grants
+            self._left = list(item.grants)
+        else:
+            return False
+        return True
 
     def _no_credit(self, operation: str, lane: Lane, cost: int) -> CapacityError:
         name = lane.name.lower()

@@ -32,6 +32,7 @@ class LaneScheduler(Generic[Job]):
         self._by_lane = tuple(zip(Lane, self._queues, strict=True))
         self._owed_s = [0.0 for _ in Lane]
         self._turn: Lane | None = None
+        self._last_turn = [0 for _ in Lane]
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._queues)
@@ -64,9 +65,14 @@ class LaneScheduler(Generic[Job]):
     def _choose(self, ready: list[Lane]) -> Lane:
         if self._turn in ready and self._owed_s[self._turn] > 0.0:
             return self._turn
-        entitled = (lane for lane in ready if self._owed_s[lane] >= self._turn_price_s(lane))
-        self._turn = next(entitled, None)
-        return ready[0] if self._turn is None else self._turn
+        entitled = [lane for lane in ready if self._owed_s[lane] >= self._turn_price_s(lane)]
+        if not entitled:
+            self._turn = None
+            return ready[0]
+        # Whose last turn is longest ago, or shares that sum to one would starve the last lane.
+        self._turn = min(entitled, key=self._last_turn.__getitem__)
+        self._last_turn[self._turn] = max(self._last_turn) + 1
+        return self._turn
 
     def _turn_price_s(self, lane: Lane) -> float:
         # A lane without a share is never owed a turn.

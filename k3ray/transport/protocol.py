@@ -35,7 +35,11 @@ class Lane(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One request or reply: operation, metadata, C-contiguous arrays (any dtype numpy has)."""
+    """One request or reply: operation, metadata, C-contiguous arrays (numbers, bools, times).
+
+    Nothing is copied: the arrays of a sent message must not change until the reply has arrived
+    (those of a reply: never), and received arrays are read-only.
+    """
 
     op: str
     meta: Meta = field(default_factory=dict)
@@ -89,7 +93,11 @@ class Client(Protocol):
 
     def wait(self, pendings: Sequence[Pending], deadline: Deadline) -> list[Message]:
         """Replies in the order of `pendings`; raises the first typed error, `DeadlineError` or
-        `PeerLostError` (as soon as the peer's death is seen, not at the deadline)."""
+        `PeerLostError` (as soon as the peer's death is seen, not at the deadline).
+
+        After another error the remaining pendings can be waited for again. A deadline gives up
+        every pending that is unanswered: it stays failed, its late reply is dropped.
+        """
         ...
 
     def disconnect(self, peer: Incarnation) -> None:
@@ -110,8 +118,9 @@ class Server(Protocol):
         ...
 
     def run_in_worker(self, work: Callable[[], object], deadline: Deadline) -> object:
-        """Run `work` on the worker thread between requests and return its result (control ops
-        of the owner: load a version, publish, prepare, apply)."""
+        """Run `work` on the worker thread and return its result (control ops of the owner: load
+        a version, publish, prepare, apply). It runs between two pieces, so requests that have
+        yielded may be suspended meanwhile."""
         ...
 
     def close(self) -> None:

@@ -137,6 +137,9 @@ class ZeroMqServer:
             self._core.shutdown()
             self._router.close(linger=_LAST_REPLIES_MS)
             self._context.term()
+            if self._endpoint.startswith("ipc://"):
+                # libzmq unlinks only what it made with a wildcard.
+                Path(self._endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _sleep(self, poller: zmq.Poller) -> None:
         for source, _ in poller.poll():

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import numpy as np
-from transport_peers import DIGEST, peer_processes, serve  # type: ignore[import-not-found]
+from transport_peers import DIGEST, Peer, peer_processes, serve  # type: ignore[import-not-found]
 
 from k3ray.clock import Deadline
 from k3ray.config.supernode import LanesConfig
@@ -50,13 +50,13 @@ def round_trips_ms(client: Client, size_bytes: int, repeats: int) -> list[float]
     return times
 
 
-def kill_ms(client: Client, pid: int) -> float:
+def kill_ms(client: Client, peer: Peer) -> float:
     """From SIGKILL to `PeerLostError` with a queue that the peer has not drained."""
-    os.kill(pid, signal.SIGSTOP)
+    peer.stop()
     message = Message(op="echo", arrays=(np.zeros(1 << 18, np.float32),))
     pendings = [client.send(GROUP, message, lane=Lane.TRAIN) for _ in range(200)]
     started = time.perf_counter()
-    os.kill(pid, signal.SIGKILL)
+    peer.signal(signal.SIGKILL)
     try:
         client.wait(pendings, deadline())
     except PeerLostError:
@@ -84,19 +84,19 @@ def main() -> int:
         stack.callback(near.close)
         for kind in ("inprocess", "ipc", "tcp"):
             client: Client
+            peer = None
             if kind == "inprocess":
-                client, endpoint, pid = InProcessClient(BENCH, hub=hub, digest=DIGEST), "", 0
-                endpoint = near.endpoint
+                client, endpoint = InProcessClient(BENCH, hub=hub, digest=DIGEST), near.endpoint
             else:
                 place = {"socket_dir": socket_dir} if kind == "ipc" else {"host": "127.0.0.1"}
                 peer = start(GROUP, **place)
-                client, endpoint, pid = ZeroMqClient(BENCH, digest=DIGEST), peer.endpoint, peer.pid
+                client, endpoint = ZeroMqClient(BENCH, digest=DIGEST), peer.endpoint
             stack.callback(client.close)
             client.connect(GROUP, endpoint, deadline())
             report(f"{kind} 8 KiB", round_trips_ms(client, 8 << 10, repeats))
             report(f"{kind} 2 MiB", round_trips_ms(client, 2 << 20, repeats // 10))
-            if pid:
-                report(f"{kind} SIGKILL, 200 MiB queued", [kill_ms(client, pid)])
+            if peer is not None:
+                report(f"{kind} SIGKILL, 200 MiB queued", [kill_ms(client, peer)])
     return 0
 
 

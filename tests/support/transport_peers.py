@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from k3ray.clock import Deadline
 from k3ray.config.supernode import LanesConfig
 from k3ray.errors import StaleVersionError
 from k3ray.ids import Incarnation
@@ -68,13 +69,31 @@ class Peer:
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
+    def stop(self) -> None:
+        """SIGSTOP, and wait until every thread has stopped."""
+        self.signal(signal.SIGSTOP)
+        deadline = Deadline.after(10.0, operation="SIGSTOP", peer=str(self.pid))
+        tasks = Path(f"/proc/{self.pid}/task")
+        while any(_state(task) != "T" for task in tasks.iterdir()):
+            deadline.check()
+
     def rss_bytes(self) -> int:
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 def _server_process(connection: Any, kwargs: dict[str, Any]) -> None:
-    server = ZeroMqServer(kwargs.pop("me"), serve, digest=DIGEST, **kwargs)
+    def counting(message: Message) -> Generator[None, None, Message]:
+        if message.op == "count":
+            requests = sum(counters.requests for counters in server.counters.values())
+            return Message(op="count", meta={"requests": requests})
+        return (yield from serve(message))
+
+    server = ZeroMqServer(kwargs.pop("me"), counting, digest=DIGEST, **kwargs)
     connection.send(server.endpoint)
     connection.recv()
     server.close()

@@ -1,0 +1,500 @@
+"""The contract of the transport, passed by every implementation."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from k3ray.clock import Deadline
+from k3ray.config.supernode import LaneConfig, LanesConfig
+from k3ray.errors import (
+    CapacityError,
+    DeadlineError,
+    FencedError,
+    HandshakeError,
+    K3RayError,
+    PeerLostError,
+    StaleVersionError,
+    TransportError,
+)
+from k3ray.ids import Incarnation
+from k3ray.transport.inprocess import Hub, InProcessClient, InProcessServer
+from k3ray.transport.protocol import Array, Handler, Lane, Message
+from k3ray.transport.torch_codec import from_array, to_array
+from k3ray.transport.zeromq_client import ZeroMqClient
+from k3ray.transport.zeromq_server import ZeroMqServer
+from tests.support.transport_peers import DIGEST, serve
+
+GROUP = Incarnation(actor="group-0", term=3)
+STACK = Incarnation(actor="stack-0", term=1)
+SMALL_LANES = LanesConfig(
+    serve=LaneConfig(credit_bytes=10_000, min_share=0.3),
+    score=LaneConfig(credit_bytes=10_000),
+    train=LaneConfig(credit_bytes=50_000, min_share=0.1),
+)
+
+
+def limit(seconds: float = 20.0, operation: str = "test") -> Deadline:
+    return Deadline.after(seconds, operation=operation, peer=str(GROUP))
+
+
+@dataclass
+class World:
+    """Makes servers and clients of one implementation and closes them."""
+
+    kind: str
+    socket_dir: Path
+    stack: ExitStack
+    hub: Hub = field(default_factory=Hub)
+
+    def server(
+        self, handler: Handler = serve, *, me: Incarnation = GROUP, lanes: LanesConfig | None = None
+    ) -> Any:
+        lanes = lanes or LanesConfig()
+        server: Any
+        if self.kind == "inprocess":
+            server = InProcessServer(me, handler, lanes=lanes, hub=self.hub, digest=DIGEST)
+        elif self.kind == "ipc":
+            server = ZeroMqServer(
+                me, handler, lanes=lanes, socket_dir=self.socket_dir, digest=DIGEST
+            )
+        else:
+            server = ZeroMqServer(me, handler, lanes=lanes, host="127.0.0.1", digest=DIGEST)
+        self.stack.callback(server.close)
+        return server
+
+    def client(self, me: Incarnation = STACK, digest: str = DIGEST) -> Any:
+        client: Any
+        if self.kind == "inprocess":
+            client = InProcessClient(me, hub=self.hub, digest=digest)
+        else:
+            client = ZeroMqClient(me, digest=digest)
+        self.stack.callback(client.close)
+        return client
+
+    def pair(self, handler: Handler = serve, *, lanes: LanesConfig | None = None) -> Any:
+        server, client = self.server(handler, lanes=lanes), self.client()
+        client.connect(GROUP, server.endpoint, limit())
+        return server, client
+
+
+@pytest.fixture(params=["inprocess", "ipc", "tcp"])
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+    with ExitStack() as stack:
+        yield World(kind=request.param, socket_dir=tmp_path, stack=stack)
+
+
+def ask(client: Any, op: str, *arrays: Array, lane: Lane = Lane.SERVE, **meta: Any) -> Message:
+    pending = client.send(GROUP, Message(op=op, meta=meta, arrays=arrays), lane=lane)
+    [reply] = client.wait([pending], limit())
+    return reply
+
+
+class Gate:
+    """A handler that holds every request of op "hold" at a gate, and logs what it serves."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.entered = threading.Event()
+        self.served: list[str] = []
+
+    def __call__(self, message: Message) -> Generator[None, None, Message]:
+        if message.op == "hold":
+            self.entered.set()
+            assert self.open.wait(20.0)
+        yield
+        self.served.append(str(message.meta.get("name", message.op)))
+        return message
+
+
+DTYPES = ["f4", "f8", "f2", "i4", "i8", "u1", "u2", "?", "c8", "c16", ">i4", "M8[ns]", "S3", "U2"]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (1, 7, 1), (0,), (4, 0, 2), (1023,)])
+def test_arrays_keep_dtype_shape_and_bytes(world: World, shape: tuple[int, ...]) -> None:
+    _, client = world.pair()
+    rng = np.random.default_rng(0)
+    arrays = [
+        np.frombuffer(
+            rng.integers(0, 2, int(np.prod(shape)) * np.dtype(d).itemsize, np.uint8).tobytes(), d
+        ).reshape(shape)
+        if np.prod(shape)
+        else np.empty(shape, d)
+        for d in DTYPES
+    ]
+    reply = ask(client, "echo", *arrays, layer=3, version="main@1", ratio=0.5, last=True, none=None)
+    assert reply.meta == {
+        "layer": 3, "version": "main@1", "ratio": 0.5, "last": True, "none": None,
+    }  # fmt: skip
+    for sent, received in zip(arrays, reply.arrays, strict=True):
+        assert (received.dtype, received.shape) == (sent.dtype, sent.shape)
+        assert received.tobytes() == sent.tobytes()
+        assert received.flags.c_contiguous
+        assert received.flags.aligned
+        assert not received.flags.writeable
+
+
+@pytest.mark.parametrize("size", [16_383, 16_384, 16_385, 65_535, 65_537, 1_000_003])
+def test_odd_sizes_around_the_inline_limits(world: World, size: int) -> None:
+    _, client = world.pair()
+    sent = [np.random.default_rng(i).integers(0, 255, size, np.uint8) for i in range(6)]
+    reply = ask(client, "echo", *sent, np.arange(3.0))
+    for array, received in zip([*sent, np.arange(3.0)], reply.arrays, strict=True):
+        np.testing.assert_array_equal(received, array)
+
+
+def test_64_megabytes(world: World) -> None:
+    _, client = world.pair()
+    array = np.arange(16_000_000, dtype=np.float32)
+    reply = ask(client, "echo", array)
+    np.testing.assert_array_equal(reply.arrays[0], array)
+
+
+def test_in_process_copies_nothing(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        _, client = World(kind="inprocess", socket_dir=tmp_path, stack=stack).pair()
+        array = np.arange(10.0)
+        assert np.shares_memory(ask(client, "echo", array).arrays[0], array)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int64])
+def test_torch_tensors_travel(world: World, dtype: torch.dtype) -> None:
+    _, client = world.pair()
+    tensor = torch.arange(15).reshape(3, 5).to(dtype)
+    array = to_array(tensor)
+    assert array.__array_interface__["data"][0] == tensor.data_ptr()
+    received = ask(client, "echo", array).arrays[0]
+    back = from_array(received, dtype=dtype)
+    assert back.data_ptr() == received.__array_interface__["data"][0]
+    assert torch.equal(back, tensor)
+    assert from_array(np.empty((0, 4), np.float32)).shape == (0, 4)
+
+
+def test_many_in_flight_come_back_in_order(world: World) -> None:
+    gate = Gate()
+    gate.open.set()
+    _, client = world.pair(gate)
+    pendings = [
+        client.send(
+            GROUP, Message(op="n", meta={"name": i}, arrays=(np.full(50, i),)), lane=Lane.SERVE
+        )
+        for i in range(1000)
+    ]
+    assert all(pending.peer == GROUP for pending in pendings)
+    replies = client.wait(list(reversed(pendings)), limit())
+    assert [reply.meta["name"] for reply in replies] == list(range(999, -1, -1))
+    assert all(pending.done() for pending in pendings)
+    assert gate.served == [str(i) for i in range(1000)]
+
+
+def test_one_client_of_two_servers(world: World) -> None:
+    other = Incarnation(actor="group-1", term=1)
+    server, client = world.pair()
+    client.connect(other, world.server(me=other).endpoint, limit())
+    message = Message(op="echo", arrays=(np.arange(4),))
+    pendings = [client.send(peer, message, lane=Lane.SERVE) for peer in (GROUP, other)]
+    assert len(client.wait(pendings, limit())) == 2
+    late = client.send(other, message, lane=Lane.SERVE)
+    server.close()
+    with pytest.raises(PeerLostError) as caught:
+        client.wait([client.send(GROUP, message, lane=Lane.SERVE), late], limit())
+    assert caught.value.fields["peer"] == str(GROUP)
+    assert len(client.wait([late], limit())) == 1, "the other peer's reply is still there"
+
+
+def test_late_reply_is_dropped(world: World) -> None:
+    gate = Gate()
+    _, client = world.pair(gate, lanes=SMALL_LANES)
+    pending = client.send(GROUP, Message(op="hold"), lane=Lane.SERVE)
+    with pytest.raises(DeadlineError) as caught:
+        client.wait([pending], limit(0.05))
+    assert caught.value.fields == {"peer": str(GROUP), "operation": "hold", "deadline_s": 0.05}
+    assert str(GROUP) in str(caught.value)
+    assert "hold" in str(caught.value)
+    gate.open.set()
+    assert ask(client, "after").op == "after"
+    assert client.dropped_replies == 1
+    with pytest.raises(DeadlineError):
+        client.wait([pending], limit())
+
+
+def test_reply_to_an_earlier_generation_is_dropped(world: World) -> None:
+    gate = Gate()
+    server, client = world.pair(gate)
+    old = client.send(GROUP, Message(op="hold", meta={"name": "old"}), lane=Lane.SERVE)
+    assert gate.entered.wait(20.0)
+    client.disconnect(GROUP)
+    gate.open.set()
+    client.connect(GROUP, server.endpoint, limit())
+    assert ask(client, "echo", name="new").meta["name"] == "new"
+    with pytest.raises(PeerLostError):
+        client.wait([old], limit())
+
+
+def test_typed_errors_keep_their_fields(world: World) -> None:
+    _, client = world.pair()
+    with pytest.raises(StaleVersionError) as caught:
+        ask(client, "fail")
+    assert caught.value.message == "version main@3 is not live"
+    assert caught.value.remedy == "use main@4"
+    assert caught.value.fields == {"version": "main@3", "live": [4]}
+
+
+def test_unknown_errors_become_transport_errors_without_payload(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, client = world.pair()
+    with pytest.raises(TransportError, match="ZeroDivisionError") as caught:
+        ask(client, "crash")
+    assert caught.value.fields["error"] == "ZeroDivisionError"
+    assert "secret" not in f"{caught.value} {caught.value.fields}"
+    assert ask(client, "echo").op == "echo", "the worker lives on"
+
+
+def test_a_reply_that_cannot_travel_is_an_error(world: World) -> None:
+    _, client = world.pair()
+    with pytest.raises(TransportError, match="cannot travel"):
+        ask(client, "bad-reply")
+    assert ask(client, "echo").op == "echo"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message(op="x", arrays=(np.zeros((4, 4))[:, ::2],)),
+        Message(op="x", arrays=(np.array([None], dtype=object),)),
+        Message(op="x", meta={"list": [1, 2]}),  # type: ignore[dict-item]
+    ],
+    ids=["strided", "object", "meta"],
+)
+def test_what_cannot_travel_is_refused_and_costs_no_credit(world: World, message: Message) -> None:
+    _, client = world.pair(lanes=SMALL_LANES)
+    for _ in range(100):
+        with pytest.raises(TransportError, match="x"):
+            client.send(GROUP, message, lane=Lane.SERVE)
+    assert ask(client, "echo", np.zeros(9_000, np.uint8)).arrays[0].nbytes == 9_000
+
+
+def test_credits_run_out_and_recover(world: World) -> None:
+    gate = Gate()
+    _, client = world.pair(gate, lanes=SMALL_LANES)
+    message = Message(op="hold", arrays=(np.zeros(3_000, np.uint8),))
+    pendings = [client.send(GROUP, message, lane=Lane.SERVE) for _ in range(3)]
+    with pytest.raises(CapacityError) as caught:
+        client.send(GROUP, message, lane=Lane.SERVE)
+    assert caught.value.fields["retry_after_s"] > 0
+    other_lane = client.send(GROUP, message, lane=Lane.TRAIN)
+    gate.open.set()
+    client.wait([*pendings, other_lane], limit())
+    for _ in range(10):
+        client.wait([client.send(GROUP, message, lane=Lane.SERVE)], limit())
+    with pytest.raises(CapacityError, match=r"lanes\.serve\.credit_bytes") as caught:
+        client.send(
+            GROUP, Message(op="echo", arrays=(np.zeros(20_000, np.uint8),)), lane=Lane.SERVE
+        )
+    assert "retry_after_s" not in caught.value.fields
+
+
+def test_overload_is_refused_at_the_bound(world: World) -> None:
+    gate = Gate()
+    server, client = world.pair(gate, lanes=SMALL_LANES)
+    message = Message(op="hold", arrays=(np.zeros(1_000, np.uint8),))
+    pendings, refused = [], 0
+    for _ in range(10 * SMALL_LANES.train.credit_bytes // 1_000):
+        try:
+            pendings.append(client.send(GROUP, message, lane=Lane.TRAIN))
+        except CapacityError:
+            refused += 1
+    assert len(pendings) == SMALL_LANES.train.credit_bytes // 1_256
+    assert refused == 500 - len(pendings)
+    gate.open.set()
+    client.wait(pendings, limit())
+    counters = server.counters[Lane.TRAIN]
+    assert (counters.requests, counters.bytes_in) == (len(pendings), 1_000 * len(pendings))
+    assert counters.bytes_out == counters.bytes_in
+    assert counters.busy_s > 0
+
+
+def test_higher_lanes_overtake(world: World) -> None:
+    served: list[str] = []
+    arrived = threading.Event()
+
+    def handler(message: Message) -> Generator[None, None, Message]:
+        while message.op == "hold" and not arrived.is_set():
+            yield
+        served.append(message.op)
+        return message
+
+    no_shares = LanesConfig(
+        serve=LaneConfig(min_share=0.0),
+        score=LaneConfig(min_share=0.0),
+        train=LaneConfig(min_share=0.0),
+    )
+    server, client = world.pair(handler, lanes=no_shares)
+    pendings = [client.send(GROUP, Message(op="hold"), lane=Lane.SERVE)]
+    for lane in (Lane.TRAIN, Lane.SCORE, Lane.SERVE, Lane.TRAIN, Lane.SCORE, Lane.SERVE):
+        pendings.append(client.send(GROUP, Message(op=lane.name), lane=lane))
+    waiting = limit(operation="arrival of 7 requests")
+    while sum(counters.requests for counters in server.counters.values()) < 7:
+        waiting.check()
+    arrived.set()
+    client.wait(pendings, limit())
+    assert served == ["hold", "SERVE", "SERVE", "SCORE", "SCORE", "TRAIN", "TRAIN"]
+
+
+def test_a_long_request_is_suspended_for_a_higher_lane(world: World) -> None:
+    _, client = world.pair()
+    slow = Message(op="spin", meta={"pieces": 150, "piece_s": 0.002})
+    pending = client.send(GROUP, slow, lane=Lane.TRAIN)
+    started = time.perf_counter()
+    for _ in range(20):
+        ask(client, "echo", lane=Lane.SERVE)
+    assert not pending.done(), f"20 hops took {time.perf_counter() - started:.3f} s"
+    assert client.wait([pending], limit())[0].op == "spun"
+
+
+def test_no_lane_starves(world: World) -> None:
+    server, client = world.pair()
+    busy = Message(op="spin", meta={"pieces": 1, "piece_s": 0.002})
+    train = Message(op="spin", meta={"pieces": 10, "piece_s": 0.002})
+    pending = client.send(GROUP, train, lane=Lane.TRAIN)
+    serving = [client.send(GROUP, busy, lane=Lane.SERVE) for _ in range(8)]
+    waiting = limit()
+    while not pending.done():
+        waiting.check("the train lane starved")
+        client.wait([serving.pop(0)], limit())
+        serving.append(client.send(GROUP, busy, lane=Lane.SERVE))
+    share = server.counters[Lane.TRAIN].busy_s / sum(c.busy_s for c in server.counters.values())
+    assert 0.03 <= share <= 0.3, "the minimum share is 0.1"
+
+
+def test_run_in_worker(world: World) -> None:
+    gate = Gate()
+    server, client = world.pair(gate)
+    assert server.run_in_worker(lambda: threading.current_thread().name, limit()) == (
+        f"worker-{GROUP}"
+    )
+    assert server.run_in_worker(lambda: server.run_in_worker(lambda: 7, limit()), limit()) == 7
+    with pytest.raises(TimeoutError, match="mine"):
+        server.run_in_worker(lambda: (_ for _ in ()).throw(TimeoutError("mine")), limit())
+
+    pending = client.send(GROUP, Message(op="hold"), lane=Lane.SERVE)
+    assert gate.entered.wait(20.0)
+    ran: list[int] = []
+    with pytest.raises(DeadlineError, match="publish"):
+        server.run_in_worker(lambda: ran.append(1), limit(0.05, "publish"))
+    gate.open.set()
+    client.wait([pending], limit())
+    server.run_in_worker(lambda: ran.append(2), limit())
+    assert ran == [2], "work that was given up never runs"
+    server.close()
+    with pytest.raises(PeerLostError):
+        server.run_in_worker(lambda: 1, limit())
+
+
+def test_lower_terms_are_fenced(world: World) -> None:
+    server, old = world.pair()
+    new = world.client(Incarnation(actor=STACK.actor, term=2))
+    new.connect(GROUP, server.endpoint, limit())
+    with pytest.raises(FencedError):
+        ask(old, "echo")
+    with pytest.raises(FencedError):
+        world.client().connect(GROUP, server.endpoint, limit())
+    assert ask(new, "echo").op == "echo"
+
+
+def test_queued_requests_of_a_replaced_client_are_not_served(world: World) -> None:
+    gate = Gate()
+    server, old = world.pair(gate)
+    old.send(GROUP, Message(op="hold"), lane=Lane.SERVE)
+    assert gate.entered.wait(20.0)
+    queued = old.send(GROUP, Message(op="n", meta={"name": "old"}), lane=Lane.TRAIN)
+    opener = threading.Timer(0.1, gate.open.set)
+    opener.start()
+    new = world.client(Incarnation(actor=STACK.actor, term=2))
+    new.connect(GROUP, server.endpoint, limit())
+    with pytest.raises(FencedError):
+        old.wait([queued], limit())
+    assert "old" not in gate.served
+    opener.join()
+
+
+def test_another_life_of_the_server_is_refused(world: World) -> None:
+    server = world.server()
+    client = world.client()
+    with pytest.raises(FencedError, match="found group-0#3"):
+        client.connect(Incarnation(actor="group-0", term=4), server.endpoint, limit())
+    with pytest.raises(FencedError):
+        client.connect(GROUP, server.endpoint, limit())
+
+
+def test_other_code_is_refused(world: World) -> None:
+    server = world.server()
+    client = world.client(digest="other")
+    with pytest.raises(HandshakeError, match="protocol 1 with code other"):
+        client.connect(GROUP, server.endpoint, limit())
+    with pytest.raises(PeerLostError):
+        ask(client, "echo")
+
+
+def test_closing_answers_what_waits(world: World) -> None:
+    gate = Gate()
+    server, client = world.pair(gate)
+    held = client.send(GROUP, Message(op="hold"), lane=Lane.SERVE)
+    assert gate.entered.wait(20.0)
+    queued = client.send(GROUP, Message(op="n"), lane=Lane.TRAIN)
+    closer = threading.Thread(target=server.close)
+    closer.start()
+    gate.open.set()
+    for pending in (held, queued):
+        with pytest.raises(PeerLostError) as caught:
+            client.wait([pending], limit())
+        assert caught.value.fields["peer"] == str(GROUP)
+    closer.join(20.0)
+    with pytest.raises(PeerLostError):
+        client.send(GROUP, Message(op="n"), lane=Lane.SERVE)
+    with pytest.raises(K3RayError):
+        world.client().connect(GROUP, server.endpoint, limit(5.0))
+
+
+def test_closed_twice(world: World) -> None:
+    server, client = world.pair()
+    pending = client.send(GROUP, Message(op="echo"), lane=Lane.SERVE)
+    client.close()
+    client.close()
+    with pytest.raises(PeerLostError):
+        client.wait([pending], limit())
+    with pytest.raises(PeerLostError):
+        client.send(GROUP, Message(op="echo"), lane=Lane.SERVE)
+    server.close()
+    server.close()
+
+
+def test_many_short_lived_clients_do_not_use_up_the_server(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("k3ray.transport.admission.MAX_CHANNELS", 4)
+    server = world.server()
+    keeper = world.client(Incarnation(actor="keeper", term=1))
+    keeper.connect(GROUP, server.endpoint, limit())
+    for i in range(12):
+        client = world.client(Incarnation(actor=f"c-{i}", term=1))
+        retry = limit()
+        while True:
+            try:
+                client.connect(GROUP, server.endpoint, limit())
+                break
+            except CapacityError:  # the server has not yet been told of the last departure
+                retry.check()
+        assert ask(client, "echo").op == "echo"
+        client.close()
+    assert ask(keeper, "echo").op == "echo"
