@@ -8,6 +8,7 @@ the number of workers nor on their timing. Entry point: `run_curate`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -241,8 +242,8 @@ class _Curation:
 
 def _streamed(dataset: Any) -> Iterator[pa.Table]:
     """Blocks as they are finished, in any order; a task's typed error is raised as itself."""
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
     try:
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
     except ray.exceptions.RayError as error:

@@ -166,7 +166,8 @@ class K3Tokenizer:
             ) from error
         tokens: list[int] = []
         for piece in cut_long(text):
-            tokens += self._core.encode(piece, add_special_tokens=False).ids
+            # the batch door, because the plain one also computes offsets (1.4x the time)
+            tokens += self._core.encode_batch_fast([piece], add_special_tokens=False)[0].ids
         return tokens
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
