@@ -52,9 +52,9 @@ def sse(url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -
         assert response.status_code == 200, response.text
     events = []
     for block in response.text.split("\n\n"):
-        if not block or block.startswith(":"):
+        lines = dict(line.split(": ", 1) for line in block.split("\n") if line[:1] not in ("", ":"))
+        if not lines:
             continue
-        lines = dict(line.split(": ", 1) for line in block.split("\n"))
         data = lines["data"]
         events.append((lines["id"], data if data == "[DONE]" else json.loads(data)))
     return events
@@ -367,6 +367,22 @@ def test_a_silent_stream_is_kept_alive(endpoint: Endpoint, router: ScriptedRoute
         "POST", f"{endpoint.url}/v1/completions", json={**BODY, "stream": True}, timeout=20
     ) as response:
         assert next(response.iter_lines()) == ": waiting"
+
+
+def test_stock_clients_take_keep_alives_for_nothing() -> None:
+    class Slow(ScriptedRouter):
+        async def poll(self, stack, request_id, **asked):  # type: ignore[no-untyped-def]
+            await asyncio.sleep(0.06)
+            return await super().poll(stack, request_id, **asked)
+
+    with running_endpoint(Slow(), keep_alive_s=0.02) as slow:
+        stock = OpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0)
+        chunks = list(stock.completions.create(**BODY, stream=True))
+        assert (
+            ": waiting"
+            in httpx.post(f"{slow.url}/v1/completions", json={**BODY, "stream": True}).text
+        )
+    assert len("".join(chunk.choices[0].text for chunk in chunks)) == 12
 
 
 def test_a_stopped_endpoint_cancels_its_requests(router: ScriptedRouter) -> None:
