@@ -32,18 +32,21 @@ class LaneScheduler(Generic[Job]):
         self._by_lane = tuple(zip(Lane, self._queues, strict=True))
         self._owed_s = [0.0 for _ in Lane]
         self._turn: Lane | None = None
+        self._num_jobs = 0
         self._last_turn = [0 for _ in Lane]
 
     def __len__(self) -> int:
-        return sum(len(queue) for queue in self._queues)
+        return self._num_jobs
 
     def push(self, lane: Lane, job: Job) -> None:
         """Add a new job behind the others of its lane."""
         self._queues[lane].append(job)
+        self._num_jobs += 1
 
     def put_back(self, lane: Lane, job: Job) -> None:
         """Return an unfinished job; it is the next of its lane."""
         self._queues[lane].appendleft(job)
+        self._num_jobs += 1
 
     def pop(self) -> tuple[Lane, Job] | None:
         """Take the next job, or None when nothing waits."""
@@ -51,6 +54,7 @@ class LaneScheduler(Generic[Job]):
         if not ready:
             return None
         lane = ready[0] if len(ready) == 1 else self._choose(ready)
+        self._num_jobs -= 1
         return lane, self._queues[lane].popleft()
 
     def charge(self, lane: Lane, busy_s: float) -> None:

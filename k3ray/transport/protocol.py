@@ -48,7 +48,7 @@ class Message:
     @property
     def size_bytes(self) -> int:
         """Payload bytes, the unit of credits."""
-        return sum(array.nbytes for array in self.arrays)
+        return sum([array.nbytes for array in self.arrays])
 
 
 Handler = Callable[[Message], Generator[None, None, Message]]

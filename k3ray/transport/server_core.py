@@ -159,7 +159,7 @@ class ServerCore:
             return
         counters = self._counters[request.lane]
         counters.requests += 1
-        counters.bytes_in += request.message.size_bytes
+        counters.bytes_in += cost - HEADER_COST_BYTES
         self._jobs.push(request.lane, _Job(
             channel=channel, request_id=request.request_id, lane=request.lane,
             message=request.message, cost=cost,
