@@ -30,11 +30,11 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_config(PretrainConfig, parsed.config, parsed.overrides)
         _say(f"line {config.supernode.line}, {config.steps} steps of {config.supernode.preset}")
 
-        from k3ray.actors.supernode import ensure_up
+        from k3ray.actors.supernode import attach_or_up
         from k3ray.jobs.pretrain import baselines, run_pretrain
 
         home = Home.from_env(os.environ)
-        supernode = ensure_up(config.supernode, home, LocalClusterConfig(), say=_say)
+        supernode = attach_or_up(config.supernode, home, LocalClusterConfig(), say=_say)
         result = run_pretrain(config, supernode, say=_say)
         _summarise(result, baselines(config.data_dir), seconds=time.monotonic() - started_s)
     except K3RayError as error:
