@@ -86,6 +86,10 @@ def cluster_environment(home: Home, *, auth_mode: str, base: Mapping[str, str]) 
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
+        # One idle worker per logical CPU would be 16 interpreters nobody asked for.
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_enable_worker_prestart": "0",
+        "RAY_worker_maximum_startup_concurrency": "2",
         # Job drivers say `python`: it must be this installation's.
         "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
     }
