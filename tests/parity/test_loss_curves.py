@@ -35,6 +35,13 @@ def fifty_local_steps(tmp_path_factory):
     return local, local.loop.run()
 
 
+@pytest.fixture(scope="module")
+def seven_calm_steps(tmp_path_factory):
+    line = toy_line(tmp_path_factory.mktemp("calm"), partition=THREE, steps=7)
+    line.loop.run()
+    return line
+
+
 @pytest.mark.parametrize(
     "partition",
     [(range(8),), (range(4), range(4, 8)), ((3,), (0, 1, 2, 4, 5, 6, 7)), THREE],
@@ -72,9 +79,8 @@ def test_abort_and_retry_equal_no_abort(tmp_path):
 
 @pytest.mark.parametrize("op", ["train_forward", "train_backward", "train_norms", "train_prepare",
                                 "train_apply", "train_save", "train_publish"])  # fmt: skip
-def test_a_lost_group_rolls_the_line_back_and_gives_the_same_model(op, tmp_path):
-    calm = toy_line(tmp_path / "calm", partition=THREE, steps=7)
-    calm.loop.run()
+def test_a_lost_group_rolls_the_line_back_and_gives_the_same_model(op, seven_calm_steps, tmp_path):
+    calm = seven_calm_steps
     shaken = toy_line(tmp_path / "shaken", partition=THREE, steps=7)
     victim = Incarnation(actor="group-1", term=1)
     seen = []
@@ -109,9 +115,8 @@ def test_a_group_that_dies_at_every_try_ends_the_run_with_the_reason(tmp_path):
     assert line.authority.steps == []
 
 
-def test_resumed_equals_uninterrupted(tmp_path):
-    whole = toy_line(tmp_path / "whole", partition=THREE, steps=7)
-    whole.loop.run()
+def test_resumed_equals_uninterrupted(seven_calm_steps, tmp_path):
+    whole = seven_calm_steps
     first = toy_line(tmp_path / "cut", partition=THREE, steps=7)
 
     def stop(record):
