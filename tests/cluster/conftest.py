@@ -30,6 +30,8 @@ def ray_local() -> Iterator[Path]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_TRAIN_V2_ENABLED": "1",
         "OMP_NUM_THREADS": "1",
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_enable_worker_prestart": "0",
     }
     try:
         ray.init(
