@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import httpx
 
-from k3ray.client.session import StreamEvent, StreamSession, check_answer
+from k3ray.client.session import StreamEvent, StreamSession, check_answer, typed_failures
 from k3ray.errors import K3RayError
 from k3ray.ids import new_id
 
@@ -37,15 +37,18 @@ class KimiClient:
 
     Args:
         base_url: With or without `/v1`.
-        timeout_s: Longest silence of the endpoint.
+        timeout_s: Longest silence of a stream.
+        whole_s: Longest wait for a whole answer.
         max_breaks: See `StreamSession`.
     """
 
     def __init__(
-        self, base_url: str, *, api_key: str = "none", timeout_s: float = 60.0, max_breaks: int = 10
-    ) -> None:
+        self, base_url: str, *, api_key: str = "none", timeout_s: float = 60.0,
+        whole_s: float = 600.0, max_breaks: int = 10,
+    ) -> None:  # fmt: skip
         self._http = httpx.Client(**_options(base_url, api_key, timeout_s))
         self._max_breaks = max_breaks
+        self._whole_s = whole_s
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +94,8 @@ class KimiClient:
         return self._stream(_COMPLETIONS, {"model": model, "prompt": prompt, **params})
 
     def _whole(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        answer = self._http.post(path, json=dict(body))
+        with typed_failures(path, self._whole_s):
+            answer = self._http.post(path, json=dict(body), timeout=self._whole_s)
         check_answer(answer)
         document: dict[str, Any] = answer.json()
         return document
@@ -119,11 +123,13 @@ class AsyncKimiClient:
     """As `KimiClient`, for asyncio."""
 
     def __init__(
-        self, base_url: str, *, api_key: str = "none", timeout_s: float = 60.0, max_breaks: int = 10
-    ) -> None:
+        self, base_url: str, *, api_key: str = "none", timeout_s: float = 60.0,
+        whole_s: float = 600.0, max_breaks: int = 10,
+    ) -> None:  # fmt: skip
         limits = httpx.Limits(max_connections=None)
         self._http = httpx.AsyncClient(**_options(base_url, api_key, timeout_s), limits=limits)
         self._max_breaks = max_breaks
+        self._whole_s = whole_s
 
     async def __aenter__(self) -> Self:
         return self
@@ -169,7 +175,8 @@ class AsyncKimiClient:
         return self._stream(_COMPLETIONS, {"model": model, "prompt": prompt, **params})
 
     async def _whole(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        answer = await self._http.post(path, json=dict(body))
+        with typed_failures(path, self._whole_s):
+            answer = await self._http.post(path, json=dict(body), timeout=self._whole_s)
         check_answer(answer)
         document: dict[str, Any] = answer.json()
         return document

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
+from k3ray.clock import Deadline
 from k3ray.errors import (
     BadRequestError,
     CapacityError,
@@ -143,6 +145,20 @@ class StreamSession:
                 logprobs=_logprobs(choice.get("logprobs")),
                 finish=choice.get("finish_reason"),
             )
+
+
+@contextmanager
+def typed_failures(path: str, limit_s: float) -> Iterator[None]:
+    """Failures of the connection as `DeadlineError` and `TransportError`."""
+    try:
+        yield
+    except httpx.TimeoutException as error:
+        deadline = Deadline.after(limit_s, operation=path, peer="the endpoint")
+        raise deadline.error(remedy="ask for fewer tokens, or stream") from error
+    except httpx.TransportError as error:
+        raise TransportError(
+            f"{path} failed: {type(error).__name__}: {error}", remedy="see the endpoint's /health"
+        ) from error
 
 
 def check_answer(answer: httpx.Response) -> None:

@@ -13,7 +13,13 @@ import pytest
 
 from k3ray.client.kimi import AsyncKimiClient, KimiClient
 from k3ray.client.loadgen import Ask, Damage, History, compare, percentile, run_load
-from k3ray.errors import BadRequestError, CapacityError, TransportError, UnknownModelError
+from k3ray.errors import (
+    BadRequestError,
+    CapacityError,
+    DeadlineError,
+    TransportError,
+    UnknownModelError,
+)
 from tests.support.endpoint import Endpoint, running_endpoint
 from tests.support.scripted_router import ScriptedRouter
 
@@ -121,6 +127,12 @@ def test_an_absent_endpoint_ends_with_an_error() -> None:
         pytest.raises(TransportError, match="broke 2 times"),
     ):
         list(client.stream_completion("x"))
+
+
+def test_a_silent_endpoint_ends_with_a_deadline(endpoint: Endpoint, router: ScriptedRouter) -> None:
+    router.gate = asyncio.Event()
+    with KimiClient(endpoint.url, whole_s=0.2) as client, pytest.raises(DeadlineError):
+        client.complete("x")
 
 
 def test_load_is_bounded_and_undamaged_by_kills(endpoint: Endpoint, router: ScriptedRouter) -> None:
