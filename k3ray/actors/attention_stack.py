@@ -9,7 +9,6 @@ and the controller makes a new life of this stack.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from dataclasses import asdict
@@ -89,7 +88,7 @@ class AttentionStack:
         """Read the dense tensors of a committed version from the store and serve it.
 
         Raises:
-            StoreError: it is not in the store or its checksums do not match.
+            StoreError: not in the store, or damaged.
             FencedError: the caller is an older controller.
         """
         self._admit(controller_term)
@@ -154,13 +153,8 @@ class AttentionStack:
     ) -> list[LogProbs]:
         """Teacher-forced log-probabilities, lane SCORE.
 
-        Args:
-            version: Weight version text.
-            sequences: Token ids; at most `engine.max_waiting` sequences.
-            wait_s: Deadline.
-
         Returns:
-            Per sequence [len - 1] float32, of tokens[1:] given those before.
+            Per sequence (at most `engine.max_waiting`) [len - 1] float32, of tokens[1:].
 
         Raises:
             DeadlineError: not done in time; unfinished jobs are dropped.
@@ -197,10 +191,9 @@ class AttentionStack:
         return self._started
 
     def _die(self, error: BaseException) -> None:
-        """End the process from the engine's thread; pollers get a moment to hear of it."""
+        """End the process, on the engine's thread."""
         fenced = isinstance(error, FencedError)
         _log.error("stack.exit", error=error, fenced=fenced)
-        logging.shutdown()
         if not fenced:
             # Not a wait for anybody: open long polls carry the error events out meanwhile.
             time.sleep(_LAST_WORDS_S)
