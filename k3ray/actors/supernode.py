@@ -132,6 +132,28 @@ def ensure_up(
         return _bring_up(spec, home, cluster, say)
 
 
+def attach_or_up(
+    spec: SupernodeSpec, home: Home, cluster: LocalClusterConfig, *, say: Say = print
+) -> Supernode:
+    """A job's door: the supernode that is up in `home` if its model fits, else a new one.
+
+    Raises:
+        SupernodeError: the one that is up holds another model or line; else as `ensure_up`.
+    """
+    if ClusterInfo.read(home.cluster_file) is None or not is_running(home):
+        return ensure_up(spec, home, cluster, say=say)
+    supernode = connect(home)
+    status = supernode.call("status", limit_s=30.0)
+    held = (status["preset"], status["line"])
+    if held != (spec.preset, spec.line):
+        raise SupernodeError(
+            f"the supernode in {home.root} holds {held[0]} on line {held[1]!r}, the job wants "
+            f"{spec.preset} on {spec.line!r}",
+            remedy="set supernode.preset and supernode.line, or use another K3RAY_HOME",
+        )
+    return supernode
+
+
 def _bring_up(spec: SupernodeSpec, home: Home, cluster: LocalClusterConfig, say: Say) -> Supernode:
     from k3ray.actors.controller import create_controller
     from k3ray.placement.fits import check_fits
