@@ -43,6 +43,7 @@ def _connect(num_workers: int) -> None:
     """The cluster of `RAY_ADDRESS` when there is one, else a local one for this process."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # idle workers cost seconds
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # busy machines start slowly
     import ray
 

@@ -43,7 +43,7 @@ from k3ray.model.packed_data import HELDOUT, TRAIN
 from k3ray.text.tokenizer import K3Tokenizer
 from k3ray.text.train_bpe import train_bpe
 
-_CPUS_PER_TASK = 0.5
+_CPUS_PER_TASK = 1
 _BYTES_PER_TOKEN_AT_LEAST = 2
 
 
@@ -75,6 +75,8 @@ def run_curate(config: CurateConfig, *, say: Say) -> CurateResult:
         say(f"{config.out_dir} already holds this data set ({found['digest'][:12]}), reused")
         return CurateResult(out_dir=config.out_dir, manifest=found, reused=True)
     progress = Progress(say)
+    ray.data.DataContext.get_current().enable_progress_bars = False  # we report ourselves
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     with exclusive_folder(Path(config.out_dir), input_bytes=config.max_total_bytes) as work:
         manifest = _Curation(config, work, progress).run()
     return CurateResult(out_dir=config.out_dir, manifest=manifest, reused=False)
@@ -242,8 +244,6 @@ class _Curation:
 
 def _streamed(dataset: Any) -> Iterator[pa.Table]:
     """Blocks as they are finished, in any order; a task's typed error is raised as itself."""
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
     try:
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
     except ray.exceptions.RayError as error:
