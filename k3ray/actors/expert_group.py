@@ -48,7 +48,7 @@ class ExpertGroup:
             )
         return {
             "pid": os.getpid(),
-            "node": ray.util.get_node_ip_address(),
+            "node": ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
             "endpoint": self._server.endpoint,
         }
 

@@ -8,6 +8,7 @@ file per home makes the two exclude each other.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import time
@@ -105,7 +106,7 @@ def _init_ray(home: Home, info: ClusterInfo) -> None:
     if not ray.is_initialized():
         ray.init(
             address=info.ray_address, namespace=NAMESPACE, log_to_driver=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
         )  # fmt: skip
 
 

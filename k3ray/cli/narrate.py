@@ -6,6 +6,7 @@ for; while it lasts and nothing else is said, a line repeats the name and how lo
 
 from __future__ import annotations
 
+import re
 import subprocess
 import threading
 import time
@@ -17,6 +18,10 @@ import typer
 from k3ray.errors import K3RayError
 
 SILENCE_S = 4.0
+_RAY_CHATTER = re.compile(
+    r"^\d{4}-\d\d-\d\d .*\b(INFO|SUCC) \w+\.py:\d+ -- |^\x1b?\[?\d*m?\(raylet\)"
+)
+"""Lines of Ray's own clients that tell a reader of the story nothing."""
 
 
 class Narrator:
@@ -74,8 +79,8 @@ class Narrator:
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                if line.strip():
-                    lines.append(line.rstrip())
+                lines.append(line.rstrip())
+                if line.strip() and not _RAY_CHATTER.search(line):
                     self.say(line.rstrip())
             code = process.wait()
         except BaseException:
