@@ -63,8 +63,8 @@ docs: install
 bench: install
 	@for script in tests/bench/bench_*.py; do
 	  echo "== $$script"
-	  PYTHONPATH=. $(BIN)/python "$$script"
+	  PYTHONPATH=.:tests/support $(BIN)/python "$$script"
 	done
 
 bench-%: install
-	@PYTHONPATH=. $(BIN)/python tests/bench/bench_$*.py $(ARGS)
+	@PYTHONPATH=.:tests/support $(BIN)/python tests/bench/bench_$*.py $(ARGS)

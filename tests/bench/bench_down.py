@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,12 @@ class State:
 
     def k3ray(self, *words: str, limit_s: float = 180.0) -> str:
         done = subprocess.run(
-            [*K3RAY, *words], env=self.env, capture_output=True, text=True, timeout=limit_s
+            [*K3RAY, *words],
+            env=self.env,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
         )
         if done.returncode:
             raise RuntimeError(f"k3ray {' '.join(words)}: {done.stdout}{done.stderr}")
@@ -113,16 +119,15 @@ def check(name: str, produce: Callable[[State], None]) -> dict[str, object]:
     started_s = time.monotonic()
     state.k3ray("down")
     took_s = time.monotonic() - started_s
-    with_port = subprocess.run(
-        ["sh", "-c", f"ss -ltn 2>/dev/null | grep -c :{state.port}"], capture_output=True, text=True
-    )
+    with socket.socket() as probe:
+        listening = probe.connect_ex(("127.0.0.1", state.port)) == 0
     return {
         "state": name,
         "down_s": round(took_s, 1),
         "processes": len(find_marked(state.home.marker)),
         "files": int(state.home.temp_dir.exists()),
         "shared_memory": len(set(os.listdir("/dev/shm")) - shm),
-        "port": int(with_port.stdout.strip() or 0),
+        "port": int(listening),
     }
 
 

@@ -17,11 +17,8 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-from live import Live, live_supernode  # type: ignore[import-not-found]
+from live import Live, live_supernode
 from openai import OpenAI
 
 from k3ray.cli.kill_show import Stream, stream_completion, wait_rebuilt

@@ -13,19 +13,18 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import numpy as np
 import ray
 import torch
-from live import live_supernode  # type: ignore[import-not-found]
+from live import live_supernode
 
+from k3ray.actors.plan_holder import PlanHolder
 from k3ray.config.presets import PRESETS
 from k3ray.ids import Incarnation
-from k3ray.model.disaggregated import DisaggregatedExecutor, FixedPlan
+from k3ray.model.disaggregated import DisaggregatedExecutor
+from k3ray.model.group_links import GroupLinks
 from k3ray.transport.protocol import Lane
 from k3ray.transport.zeromq_client import ZeroMqClient
 
@@ -58,12 +57,10 @@ def main() -> int:
     text = PRESETS["k3-nano"].text_config
     with live_supernode("groups=1", preset="k3-nano") as live:
         version = live.supernode.call("latest_version", "main")
-        executor = DisaggregatedExecutor(
-            client=ZeroMqClient(Incarnation(actor="bench", term=1)),
-            plans=FixedPlan(live.supernode.call("plan")),
-            version=version,
-            lane=Lane.SERVE,
-        )
+        plans = PlanHolder()
+        plans.set(live.supernode.call("plan"))
+        links = GroupLinks(ZeroMqClient(Incarnation(actor="bench", term=1)))
+        executor = DisaggregatedExecutor(links, plans, version=version, lane=Lane.SERVE)
         latents = torch.randn(1, text.routed_expert_hidden_size)
         ids = torch.arange(text.num_experts_per_token)[None]
         layer = text.moe_layers[0]

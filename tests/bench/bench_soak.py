@@ -12,13 +12,10 @@ import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import httpx
 import psutil
-from live import Live, live_supernode  # type: ignore[import-not-found]
+from live import Live, live_supernode
 
 
 def send(url: str, first: int, count: int) -> int:
