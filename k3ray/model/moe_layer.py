@@ -14,6 +14,7 @@ from k3ray.config.model import TextConfig
 from k3ray.model.executor import ExpertExecutor, TrainableExpertExecutor
 from k3ray.model.modules import Linear, Placement, RmsNorm
 from k3ray.ops.activation import situ_glu
+from k3ray.ops.function import call
 from k3ray.ops.linear import row_linear
 from k3ray.ops.routing import combine, route
 
@@ -93,7 +94,7 @@ class LatentMoe(nn.Module):
         """[T, X] to [T, X]."""
         ids_TK, weights_TK = self.gate(x_TX)
         latents_TL = self.routed_expert_down_proj(x_TX).to(weights_TK.dtype)
-        rows_TKL = _ExpertRows.apply(latents_TL, ids_TK, experts, self.layer)  # type: ignore[no-untyped-call]
+        rows_TKL = call(_ExpertRows, latents_TL, ids_TK, experts, self.layer)
         routed_TL = combine(rows_TKL, weights_TK).to(x_TX.dtype)
         routed_TX = self.routed_expert_up_proj(self.routed_expert_norm(routed_TL))
         return routed_TX + self.shared_experts(x_TX)  # type: ignore[no-any-return]

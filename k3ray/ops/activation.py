@@ -11,20 +11,22 @@ from typing import Any
 
 import torch
 
+from k3ray.ops.function import call
+
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype to compute in: float32 at least, float64 stays."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """1 / (1 + exp(-x)), any shape and float dtype; exactly 0 below about -88 in float32."""
-    return _Sigmoid.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+    return call(_Sigmoid, x)  # type: ignore[no-any-return]
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(x), any shape and float dtype."""
-    return _Silu.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+    return call(_Silu, x)  # type: ignore[no-any-return]
 
 
 def situ_glu(
@@ -43,7 +45,7 @@ def situ_glu(
 
     Source: Kimi K3 technical report, section 2.3; release `activation_situ_*`.
     """
-    return _SituGlu.apply(gate, up, beta, linear_beta)  # type: ignore[no-any-return, no-untyped-call]
+    return call(_SituGlu, gate, up, beta, linear_beta)  # type: ignore[no-any-return]
 
 
 def situ_glu_backward(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from k3ray.ops.activation import wide_dtype
+from k3ray.ops.function import call
 
 
 def attnres_mix(
@@ -29,7 +30,7 @@ def attnres_mix(
 
     Source: architecture.md section 4; arXiv 2607.24653, section 2.2.
     """
-    return _AttnResMix.apply(weight_H, eps, *sources)  # type: ignore[no-any-return, no-untyped-call]
+    return call(_AttnResMix, weight_H, eps, *sources)  # type: ignore[no-any-return]
 
 
 class _AttnResMix(torch.autograd.Function):

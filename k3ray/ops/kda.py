@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from k3ray.ops.activation import sigmoid
+from k3ray.ops.function import call
 from k3ray.ops.kda_pairs import chunk_pairs, decay
 from k3ray.ops.ragged import CHUNK, RaggedLayout
 
@@ -118,7 +119,7 @@ def kda_chunkwise(
         [count * heads for count in layout.num_active],
     )
     out_NCV = torch.baddbmm(torch.bmm(q * from_start_NCK, before_NKV), qk_NCC, values_NCV)
-    out: torch.Tensor = _FromRows.apply(out_NCV.flatten(0, 1), rows)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = call(_FromRows, out_NCV.flatten(0, 1), rows)
     out_THV = out.view(tokens, heads, value_dim)
     return out_THV, after.view(-1, heads, key_dim, value_dim)[layout.rank_D]
 
@@ -160,7 +161,7 @@ def _to_chunks(
 ) -> torch.Tensor:
     """[T, H, F] to zero-padded [chunks*H, 64, F]."""
     total = layout.num_chunks * heads * CHUNK
-    chunked: torch.Tensor = _ToRows.apply(x.flatten(0, 1), rows, total)  # type: ignore[no-untyped-call]
+    chunked: torch.Tensor = call(_ToRows, x.flatten(0, 1), rows, total)
     return chunked.view(-1, CHUNK, x.shape[-1])
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from k3ray.ops.function import call
+
 FLOOR = -80.0
 """Exponents are cut off here: exp(-80) is nothing beside 1, and float32 denormals are slow."""
 
@@ -35,7 +37,7 @@ def chunk_pairs(
         prefix [N, C, K]: G_i, the sum of g up to and with row i;
         suffix [N, C, K]: the sum of g after row i.
     """
-    return _ChunkPairs.apply(q_NCK, k_NCK, g_NCK)  # type: ignore[no-any-return, no-untyped-call]
+    return call(_ChunkPairs, q_NCK, k_NCK, g_NCK)  # type: ignore[no-any-return]
 
 
 def decay(log_decay: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from k3ray.ops.activation import wide_dtype
+from k3ray.ops.function import call
 
 
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch.Tensor:
@@ -23,7 +24,7 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch.Te
     Returns:
         [..., D] in the dtype of `x`.
     """
-    return _RmsNorm.apply(x, weight_D, eps)  # type: ignore[no-any-return, no-untyped-call]
+    return call(_RmsNorm, x, weight_D, eps)  # type: ignore[no-any-return]
 
 
 def l2_norm(x: torch.Tensor, *, scale: float = 1.0, eps: float = 1e-6) -> torch.Tensor:
@@ -37,7 +38,7 @@ def l2_norm(x: torch.Tensor, *, scale: float = 1.0, eps: float = 1e-6) -> torch.
     Returns:
         [..., D] float32 at least.
     """
-    return _L2Norm.apply(x, scale, eps)  # type: ignore[no-any-return, no-untyped-call]
+    return call(_L2Norm, x, scale, eps)  # type: ignore[no-any-return]
 
 
 class _RmsNorm(torch.autograd.Function):

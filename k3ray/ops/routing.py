@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from k3ray.ops.activation import sigmoid
+from k3ray.ops.function import call
 
 
 def route(
@@ -45,7 +46,7 @@ def combine(rows_TKL: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     Returns:
         [T, L] float32.
     """
-    return _Combine.apply(rows_TKL, weights_TK)  # type: ignore[no-any-return, no-untyped-call]
+    return call(_Combine, rows_TKL, weights_TK)  # type: ignore[no-any-return]
 
 
 class _Combine(torch.autograd.Function):

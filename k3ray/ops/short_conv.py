@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from k3ray.ops.function import call
 from k3ray.ops.ragged import RaggedLayout
 
 
@@ -37,7 +38,7 @@ def short_conv(
     """
     if weight_CJ.shape[1] != layout.taps + 1:
         raise ValueError(f"kernel of {weight_CJ.shape[1]} against a layout of {layout.taps} taps")
-    return _ShortConv.apply(x_TC, weight_CJ, state_DWC, layout)  # type: ignore[no-any-return, no-untyped-call]
+    return call(_ShortConv, x_TC, weight_CJ, state_DWC, layout)  # type: ignore[no-any-return]
 
 
 def conv_tail(
