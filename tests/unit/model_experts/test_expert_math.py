@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from k3ray.ops.activation import situ_glu
 
 from k3ray.config.presets import PRESETS
 from k3ray.errors import PlanError, StaleVersionError
@@ -11,6 +10,7 @@ from k3ray.model import expert_math
 from k3ray.model.expert_bank import ExpertBank, situ_of
 from k3ray.model.expert_math import expert_backward, expert_forward, finish, group_rows
 from k3ray.model.expert_stack import all_experts, init_stacks, owned_names
+from k3ray.ops.activation import situ_glu
 
 CFG = PRESETS["k3-tiny"].text_config
 LAYER = CFG.moe_layers[0]
