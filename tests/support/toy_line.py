@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from k3ray.actors.group_handler import GroupHandler
 from k3ray.config.jobs import OptimizerConfig
 from k3ray.config.presets import PRESETS
@@ -22,7 +24,6 @@ from k3ray.train.loop import LoopConfig, TrainLoop
 from k3ray.train.remote_experts import RemoteExperts, TrainLimits
 from k3ray.train.step import StepParts
 from k3ray.weights.store import WeightStore
-import torch
 from tests.support.direct_client import DirectClient, PlanBox, peer_of
 from tests.support.memory_authority import MemoryAuthority
 from tests.support.toy_text import ToyText
