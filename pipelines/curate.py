@@ -15,7 +15,9 @@ from typing import Any
 
 from k3ray.config.jobs import CurateConfig
 from k3ray.config.load import load_config
+from k3ray.curate.dataset import existing_dataset
 from k3ray.errors import K3RayError
+from k3ray.jobs.progress import Progress
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,17 +28,24 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         config = load_config(CurateConfig, parsed.config, parsed.overrides)
-        _say("connecting to Ray ...")
-        _connect(config.num_workers)
-
-        from k3ray.jobs.curate import run_curate
-
-        result = run_curate(config, say=_say)
+        manifest = existing_dataset(config)
+        if manifest is None:
+            manifest = _curate(config)
+        else:
+            _say("this data set is there already, reused")
     except K3RayError as error:
         _say(f"error[{error.code}]: {error}")
         return 2
-    _summarise(result.out_dir, result.manifest)
+    _summarise(config.out_dir, manifest)
     return 0
+
+
+def _curate(config: CurateConfig) -> dict[str, Any]:
+    with Progress(_say).stage("connect to Ray"):
+        _connect(config.num_workers)
+
+        from k3ray.jobs.curate import run_curate
+    return run_curate(config, say=_say).manifest
 
 
 def _connect(num_workers: int) -> None:
