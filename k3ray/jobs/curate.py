@@ -89,9 +89,11 @@ class _Curation:
         self._config = config
         self._work = work
         self._progress = progress
+        self._num_tasks = 1
 
     def run(self) -> dict[str, Any]:
         listing, parts = self._list()
+        self._num_tasks = min(self._config.num_workers, len(parts))
         facts = self._clean(parts)
         duplicates = find_duplicates(
             (fact.document, fact.fingerprint) for fact in facts if fact.fingerprint
@@ -238,7 +240,7 @@ class _Curation:
         return dataset.map_batches(
             step, fn_kwargs=arguments, batch_size=None, batch_format="pyarrow",
             num_cpus=_CPUS_PER_TASK,
-            compute=ray.data.TaskPoolStrategy(size=self._config.num_workers),
+            compute=ray.data.TaskPoolStrategy(size=self._num_tasks),
         )  # fmt: skip
 
 
