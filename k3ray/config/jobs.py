@@ -22,7 +22,7 @@ class CurateConfig(Strict):
     max_file_bytes: int = Field(default=1024 * 1024, gt=0)
     min_chars: int = Field(default=64, ge=0)
     heldout_fraction: float = Field(default=0.05, ge=0, le=0.5)
-    vocab_size: int = Field(default=4352, gt=512)
+    vocab_size: int = Field(default=4352, ge=512)
     tokenizer_sample_bytes: int = Field(default=8 * 1024 * 1024, gt=0)
     sequence_length: int = Field(default=512, gt=1)
     shard_sequences: int = Field(default=1024, gt=0)

@@ -1,0 +1,119 @@
+"""The line by `ray job submit`: curate, pretrain on the live groups, serve what was trained.
+
+`k3-tiny` with a byte tokenizer on the sources of this project; small, but every part is real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live import Live, live_supernode
+
+from k3ray.actors.local_ray import ray_command
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+TRAIN = ["supernode.preset=k3-tiny", "micro_batches=1", "sequences_per_micro_batch=2",
+         "eval_sequences=4", "checkpoint_every=10"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with live_supernode() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def data_dir(live: Live) -> Path:
+    out = live.home.root / "data"
+    job(live, "curate", [f"sources=[{ROOT / 'k3ray'}]", f"out_dir={out}", "vocab_size=512",
+                         "sequence_length=128", "heldout_fraction=0.2"])  # fmt: skip
+    return out
+
+
+def submit(live: Live, pipeline: str, words: list[str]) -> subprocess.Popen[str]:
+    command = [*ray_command(), "job", "submit", "--address", live.supernode.info.dashboard_url,
+               "--working-dir", str(ROOT), "--", "python", "-m", f"pipelines.{pipeline}",
+               *words]  # fmt: skip
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    )
+
+
+def job(live: Live, pipeline: str, words: list[str], *, code: int = 0) -> str:
+    process = submit(live, pipeline, words)
+    output, _ = process.communicate(timeout=400)
+    assert (process.returncode == 0) == (code == 0), output
+    return output
+
+
+def complete(live: Live) -> dict[str, Any]:
+    body = {"model": "kimi-k3", "prompt": "import", "max_tokens": 8, "seed": 1, "temperature": 0.3}
+    answer = httpx.post(f"{live.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    document: dict[str, Any] = answer.json()
+    return document
+
+
+def wait_for(what: Callable[[], bool], limit_s: float = 240.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not what():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.2)
+
+
+def pids(live: Live, role: str) -> list[int]:
+    return [actor["pid"] for actor in live.actors(role)]
+
+
+def driver_pid(live: Live) -> int | None:
+    for pid in live.pids():
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"pipelines.pretrain" in words and words[0].endswith(b"python"):
+            return pid
+    return None
+
+
+def training_step(live: Live) -> int:
+    return int((live.status()["training"].get("main") or {}).get("step") or 0)
+
+
+def test_the_data_set_is_whole(data_dir: Path) -> None:
+    report = json.loads((data_dir / "report.json").read_text(encoding="utf-8"))
+    assert (data_dir / "manifest.json").is_file()
+    assert report
+
+
+def test_driver_killed_line_refused_then_trained(live: Live, data_dir: Path) -> None:
+    before = complete(live)["system_fingerprint"]
+    actors = pids(live, "expert_group") + pids(live, "attention_stack")
+    words = [f"data_dir={data_dir}", *TRAIN]
+    first = submit(live, "pretrain", [*words, "steps=100000"])
+    wait_for(lambda: training_step(live) >= 2)
+
+    refused = job(live, "pretrain", [*words, "steps=5"], code=2)
+    assert "line_busy" in refused
+
+    pid = driver_pid(live)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    first.communicate(timeout=120)
+    assert complete(live)["system_fingerprint"] == before
+    assert pids(live, "expert_group") + pids(live, "attention_stack") == actors
+
+    wait_for(lambda: not live.status()["leases"], limit_s=90.0)
+    done = training_step(live)
+    output = job(live, "pretrain", [*words, f"steps={done + 5}"])
+    assert "published main@" in output
+    assert complete(live)["system_fingerprint"] != before
+    assert pids(live, "expert_group") + pids(live, "attention_stack") == actors
