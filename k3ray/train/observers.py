@@ -116,7 +116,7 @@ class ConsoleProgress:
         text = step_text(progress.metrics())
         with self._lock:
             self._text = text
-            if time.monotonic() - self._said_s >= self._every_s or progress.record.step == 1:
+            if time.monotonic() - self._said_s >= self._every_s / 2 or progress.record.step == 1:
                 self._print(text)
 
     def on_event(self, event: str, fields: Fields) -> None:
