@@ -18,7 +18,7 @@ from k3ray.config.cluster import LocalClusterConfig
 from k3ray.config.home import Home
 from k3ray.config.load import load_config
 from k3ray.config.supernode import SupernodeSpec
-from k3ray.serve.app import deploy
+from k3ray.serve.app import deploy, undeploy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,7 @@ def live_supernode(*overrides: str, preset: str = "k3-tiny", say: Any = print) -
     try:
         supernode = ensure_up(spec, home, cluster, say=say)
         yield Live(supernode=supernode, url=deploy(supernode, port=free_port()), home=home)
+        undeploy()  # Serve keeps the last cluster in this process otherwise
     finally:
         left = down(home, say=say)
         os.environ.clear()
