@@ -56,8 +56,8 @@ def _show(home: Home, narrator: Narrator, port: int | None) -> bool:
     first_s = ready_s + report.undisturbed.first_token_s
     narrator.say(f"first token {first_s:.1f} s after the command (random weights: noise as text)")
     narrator.say(
-        f"{report.group} killed and rebuilt, the stream waited {report.rebuild_s:.2f} s, plan "
-        f"{report.plan_before} -> {report.plan_after}, tokens "
+        f"{report.group} rebuilt in {report.rebuild_s:.2f} s, the stream waited "
+        f"{report.stall_s:.2f} s, plan {report.plan_before} -> {report.plan_after}, tokens "
         f"{'unchanged' if report.same_tokens else 'CHANGED'}"
     )
     narrator.say(f"page {url}/ui, endpoint {url}/v1")

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,7 @@ class KillReport:
     group: str
     plan_before: int
     plan_after: int
+    stall_s: float
     rebuild_s: float
     hop_retries: int
 
@@ -106,22 +108,33 @@ def kill_during_stream(
     say(f"undisturbed: {len(undisturbed.tokens)} tokens, {undisturbed.text[:60]!r}...")
     before = status()
     group = _fullest_group(before["actors"])
-    kill_at, killed_s = max(1, num_tokens // 3), 0.0
+    kill_at = max(1, num_tokens // 3)
+    watch = ThreadPoolExecutor(1)
+    rebuilt: list[Future[float]] = []
 
     def kill(count: int) -> None:
-        nonlocal killed_s
         if count == kill_at:
             os.kill(group["pid"], signal.SIGKILL)
-            killed_s = time.monotonic()
+            rebuilt.append(watch.submit(_rebuild_s, status, group))
             say(f"token {count} received; SIGKILL to {group['id']} (pid {group['pid']})")
 
     disturbed = stream_completion(client, prompt, max_tokens=num_tokens, seed=7, on_token=kill)
-    after = wait_rebuilt(status, group["id"], than_term=group["term"])
+    with watch:
+        rebuild_s = rebuilt[0].result()
+    after = status()
     return KillReport(
         undisturbed=undisturbed, disturbed=disturbed, group=group["id"],
         plan_before=before["plan_version"], plan_after=after["plan_version"],
-        rebuild_s=disturbed.longest_gap_s, hop_retries=_hop_retries(after) - _hop_retries(before),
+        stall_s=disturbed.longest_gap_s, rebuild_s=rebuild_s,
+        hop_retries=_hop_retries(after) - _hop_retries(before),
     )  # fmt: skip
+
+
+def _rebuild_s(status: Status, group: dict[str, Any]) -> float:
+    """Seconds from now until the killed group is ready again."""
+    started_s = time.monotonic()
+    wait_rebuilt(status, group["id"], than_term=group["term"])
+    return time.monotonic() - started_s
 
 
 def wait_rebuilt(

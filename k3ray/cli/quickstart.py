@@ -109,8 +109,8 @@ def _say_report(narrator: Narrator, report: KillReport) -> None:
         f"{report.hop_retries} expert calls were repeated"
     )
     say(
-        f"group {report.group} rebuilt; the stream waited {report.rebuild_s:.2f} s; "
-        f"plan {report.plan_before} -> {report.plan_after}"
+        f"group {report.group} rebuilt in {report.rebuild_s:.2f} s; the stream waited "
+        f"{report.stall_s:.2f} s; plan {report.plan_before} -> {report.plan_after}"
     )
 
 

@@ -37,6 +37,15 @@ class EngineConfig(Strict):
     orphan_timeout_s: float = Field(default=60.0, gt=0)
     finished_retention_s: float = Field(default=60.0, gt=0)
 
+    @model_validator(mode="after")
+    def _budget_leaves_room_for_prefill(self) -> Self:
+        if self.step_token_budget < self.max_running + 64:
+            raise ValueError(
+                f"step_token_budget ({self.step_token_budget}) must be at least max_running "
+                f"({self.max_running}) + 64, or full batches never prefill: raise the first"
+            )
+        return self
+
 
 class EndpointConfig(Strict):
     """The HTTP ingress."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from k3ray.config.supernode import EngineConfig
 from k3ray.engine.blocks import PAGE_TOKENS, StatePool
 from k3ray.engine.sequence import Sequence
-from k3ray.errors import CapacityError, ConfigError, ContextLengthError
+from k3ray.errors import CapacityError, ContextLengthError
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +46,13 @@ class Scheduler:
     """Waiting and running sequences of one stack.
 
     Args:
-        config: Bounds. `step_token_budget` must leave 64 tokens beside `max_running` decodes, so
+        config: Bounds. Its `step_token_budget` leaves 64 tokens beside `max_running` decodes, so
             that the oldest prefill always moves.
         pool: Slots and pages.
         max_context: Longest prompt + generation the model allows, in tokens.
-
-    Raises:
-        ConfigError: the budget is too small for `max_running`.
     """
 
     def __init__(self, config: EngineConfig, pool: StatePool, *, max_context: int) -> None:
-        if config.step_token_budget < config.max_running + PAGE_TOKENS:
-            raise ConfigError(
-                f"engine.step_token_budget ({config.step_token_budget}) is below "
-                f"engine.max_running ({config.max_running}) + {PAGE_TOKENS}",
-                remedy="raise the budget or lower max_running: prefill needs 64 tokens per step",
-            )
         self._config = config
         self._pool = pool
         self._max_context = max_context

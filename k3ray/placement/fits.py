@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import psutil
 
 from k3ray.config.cluster import LocalClusterConfig
+from k3ray.config.count import count_parameters
 from k3ray.config.model import LayerKind, TextConfig
 from k3ray.config.resolve import resolve_model
 from k3ray.config.supernode import SupernodeSpec
@@ -25,33 +26,15 @@ TRAIN_COPIES = 7
 """Master, two moments, gradients, and the shadow's master and moments."""
 
 
-def expert_parameters(text: TextConfig) -> int:
-    """Parameters of one routed expert: three latent x inner matrices."""
-    return 3 * text.routed_expert_hidden_size * text.moe_intermediate_size
-
-
-def dense_parameters(text: TextConfig) -> int:
-    """Parameters outside the routed experts (architecture.md, section 1.4)."""
-    hidden, layers = text.hidden_size, text.num_hidden_layers
-    total = 2 * text.vocab_size * hidden + 3 * hidden + layers * 6 * hidden
-    for kind in text.layer_kinds:
-        total += _kda_parameters(text) if kind is LayerKind.KDA else _mla_parameters(text)
-    latent, inner = text.routed_expert_hidden_size, text.moe_intermediate_size
-    trunk = (text.num_experts + 2 * latent) * hidden + text.num_experts + latent
-    trunk += 3 * hidden * text.num_shared_experts * inner
-    num_moe = len(text.moe_layers)
-    return total + num_moe * trunk + (layers - num_moe) * 3 * hidden * text.intermediate_size
-
-
 def group_bytes(text: TextConfig, num_experts: int, max_live_versions: int) -> int:
     """Bytes of one group that owns `num_experts` of every layer, trainer included."""
-    parameters = num_experts * len(text.moe_layers) * expert_parameters(text)
+    parameters = num_experts * len(text.moe_layers) * count_parameters(text).per_expert
     return PROCESS_BYTES + BYTES_FP32 * parameters * (max_live_versions + 1 + TRAIN_COPIES)
 
 
 def stack_bytes(text: TextConfig, spec: SupernodeSpec) -> int:
     """Bytes of one attention stack: dense versions, latent pages, KDA state slots."""
-    parameters = dense_parameters(text) * (spec.max_live_versions + 1)
+    parameters = count_parameters(text).dense * (spec.max_live_versions + 1)
     kinds = text.layer_kinds
     page = 64 * (text.kv_lora_rank + text.qk_rope_head_dim)
     linear = text.linear_attn_config
@@ -100,10 +83,11 @@ def check_resources(
         f"{name}: {_amount(name, need)} needed, {_amount(name, resources.get(name, 0.0))} offered"
         for name, need in needs.items()
     ]
+    count = count_parameters(text)
     lines.append(
         f"memory = {spec.groups} groups {_amount('memory', groups)} + {spec.stacks} stacks "
         f"{_amount('memory', stacks)} ({len(text.moe_layers)} MoE layers x {text.num_experts} "
-        f"experts x {expert_parameters(text)} + {dense_parameters(text)} parameters, "
+        f"experts x {count.per_expert} + {count.dense} parameters, "
         f"{spec.max_live_versions} live versions, fp32)"
     )
     short = [name for name, need in needs.items() if need > resources.get(name, 0.0)]
@@ -122,24 +106,6 @@ def _group_sizes(spec: SupernodeSpec, text: TextConfig) -> tuple[int, ...]:
         return tuple(len(part) for part in spec.partition)
     size, larger = divmod(text.num_experts, spec.groups)
     return tuple(size + (index < larger) for index in range(spec.groups))
-
-
-def _kda_parameters(text: TextConfig) -> int:
-    linear, hidden = text.linear_attn_config, text.hidden_size
-    inner = linear.num_heads * linear.head_dim
-    low_rank = linear.head_dim * (hidden + inner)
-    small = linear.num_heads * hidden + linear.num_heads + inner + linear.head_dim
-    return 5 * inner * hidden + low_rank + 3 * inner * linear.short_conv_kernel_size + small
-
-
-def _mla_parameters(text: TextConfig) -> int:
-    hidden, heads = text.hidden_size, text.num_attention_heads
-    query = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim)
-    value = heads * text.v_head_dim
-    total = text.q_lora_rank * (hidden + 1 + query)
-    total += (text.kv_lora_rank + text.qk_rope_head_dim) * hidden + text.kv_lora_rank
-    total += heads * (text.qk_nope_head_dim + text.v_head_dim) * text.kv_lora_rank
-    return total + 2 * value * hidden
 
 
 def _amount(name: str, value: float) -> str:

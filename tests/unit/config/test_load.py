@@ -154,3 +154,8 @@ _json = st.recursive(
 @given(st.dictionaries(st.text("abcd", min_size=1), _json, max_size=4))
 def test_yaml_round_trip(value: dict[str, object]) -> None:
     assert parse_yaml(dump_yaml(value), where="x") == value
+
+
+def test_the_step_budget_must_leave_room_for_prefill() -> None:
+    with pytest.raises(ConfigError, match="step_token_budget"):
+        load_config(SupernodeSpec, None, ["engine.max_running=16", "engine.step_token_budget=64"])

@@ -15,12 +15,10 @@ from engine_cases import (
     run,
 )
 
-from k3ray.config.supernode import EngineConfig
 from k3ray.engine.request import FinishReason, SamplingParams
 from k3ray.errors import (
     BadRequestError,
     CapacityError,
-    ConfigError,
     ContextLengthError,
     FencedError,
     StaleVersionError,
@@ -182,11 +180,6 @@ def test_too_much_load_is_refused_with_a_time_to_retry() -> None:
     assert caught.value.fields["retry_after_s"] >= 1.0
     drain(engine)
     engine.submit(make_request("late"))
-
-
-def test_budget_must_leave_room_for_prefill() -> None:
-    with pytest.raises(ConfigError, match="step_token_budget"):
-        make_engine(config=EngineConfig(max_running=16, step_token_budget=64))
 
 
 def test_nan_ends_its_request_alone_and_quarantines() -> None:
