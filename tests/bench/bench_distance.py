@@ -9,7 +9,6 @@ report the same loss, bit for bit, or the bench fails.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -20,10 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 import numpy as np
 import torch
+from bench_rows import record
 
 from k3ray.actors.group_handler import GroupHandler
 from k3ray.config.jobs import OptimizerConfig
@@ -164,8 +162,6 @@ def run(root: Path, steps: int) -> dict[str, Any]:
         **{f"{name}_step_p50_s": round(value, 4) for name, value in medians.items()},
         "inprocess_ratio": round(medians["inprocess"] / medians["local"], 3),
         "zeromq_ratio": round(medians["zeromq"] / medians["local"], 3),
-        "torch": torch.__version__, "load_average": round(os.getloadavg()[0], 2),
-        "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
 
 
@@ -182,11 +178,7 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="k3b-") as root:
         row = run(Path(root), options.steps)
-    print(json.dumps(row))
-    results = Path(__file__).parent / "results"
-    results.mkdir(exist_ok=True)
-    with (results / "distance.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    record("distance", row)
     return 0 if row["zeromq_ratio"] <= 1.3 else 1
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+from bench_rows import record
 
 from k3ray.actors.local_ray import free_port
 from k3ray.actors.processes import find_marked
@@ -141,7 +142,7 @@ def main() -> int:
             continue
         row = check(name, produce)
         total += sum(int(str(row[k])) for k in ("processes", "files", "shared_memory", "port"))
-        print(json.dumps(row), flush=True)
+        record("down", row)
     print(f"leftovers: {total}")
     return 1 if total else 0
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import os
 import signal
 import statistics
@@ -18,6 +17,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from bench_rows import record
 from live import Live, live_supernode
 from openai import OpenAI
 
@@ -151,9 +151,9 @@ def main() -> int:
                 "stall_p50_s": round(statistics.median(stalls), 3),
                 "stall_p99_s": round(sorted(stalls)[int(0.99 * (len(stalls) - 1))], 3),
                 "rebuild_p50_s": round(statistics.median(rebuilds), 3),
-                "load_average": os.getloadavg()[0],
             }  # fmt: skip
-            print(json.dumps(row), *damage.errors[:3], sep="\n", flush=True)
+            record("failover", row)
+            print(*damage.errors[:3], sep="\n", flush=True)
             ok &= not (damage.lost or damage.doubled or damage.changed or damage.errors)
     return 0 if ok else 1
 

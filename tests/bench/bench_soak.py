@@ -8,13 +8,13 @@ per process and the largest ratio (goal: RSS <= 1.02).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
+from bench_rows import record
 from live import Live, live_supernode
 
 
@@ -54,19 +54,20 @@ def main() -> int:
         shm_before, before = set(os.listdir("/dev/shm")), measure(live)
         answered += send(live.url, quarter, total - quarter)
         shm_after, after = set(os.listdir("/dev/shm")), measure(live)
-    worst = 0.0
+    rows = []
     for pid, new in after.items():
         old = before[pid]
-        ratio = new["rss"] / old["rss"]
-        worst = max(worst, ratio)
-        print(json.dumps({
+        rows.append({
             "process": new["name"], "rss_mib": round(new["rss"] / 2**20, 1),
-            "rss_ratio": round(ratio, 4), "files": [old["files"], new["files"]],
-            "threads": [old["threads"], new["threads"]],
-        }))  # fmt: skip
+            "rss_ratio": round(new["rss"] / old["rss"], 4),
+            "files": [old["files"], new["files"]], "threads": [old["threads"], new["threads"]],
+        })  # fmt: skip
     grown = len(shm_after - shm_before)
-    print(f"answered {answered} of {total}; worst RSS ratio {worst:.4f}; new shm files {grown}; "
-          f"load {os.getloadavg()[0]:.1f}")  # fmt: skip
+    worst = max(row["rss_ratio"] for row in rows)
+    record("soak", {
+        "requests": total, "answered": answered, "worst_rss_ratio": worst,
+        "new_shm_files": grown, "processes": rows,
+    })  # fmt: skip
     return 0 if answered == total and worst <= 1.02 and grown == 0 else 1
 
 

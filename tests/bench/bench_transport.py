@@ -8,8 +8,6 @@ machine). SIGKILL of a peer with a full queue is timed as well.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import signal
 import sys
 import tempfile
@@ -21,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import numpy as np
+from bench_rows import record
 from transport_peers import DIGEST, Peer, peer_processes, serve  # type: ignore[import-not-found]
 
 from k3ray.clock import Deadline
@@ -68,8 +67,7 @@ def report(case: str, times: list[float], **more: Any) -> None:
     quantiles = np.percentile(times, [20, 50, 80, 99])
     names = ("p20_ms", "p50_ms", "p80_ms", "p99_ms")
     row = {name: round(float(value), 3) for name, value in zip(names, quantiles, strict=True)}
-    load = round(os.getloadavg()[0], 2)
-    print(json.dumps({"case": case, **row, "n": len(times), **more, "load": load}), flush=True)
+    record("transport", {"case": case, **row, "n": len(times), **more})
 
 
 def main() -> int:
