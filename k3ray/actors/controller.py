@@ -43,6 +43,8 @@ from k3ray.weights.store import WeightStore
 
 MAX_LONG_POLL_S = 60.0
 NUM_CHECKPOINTS_KEPT = 2
+MAX_RESTARTS = 20
+"""Lives that Ray may give the controller after its first; the journal carries it over."""
 
 _log = logging.getLogger(__name__)
 
@@ -208,7 +210,21 @@ class ControllerCore(TrainingMethods):
         self._supervisor.observe_fenced(incarnation, monotonic())
 
 
-Controller: Any = ray.remote(ControllerCore)
+class SelfStartingController(ControllerCore):
+    """`ControllerCore` as Ray runs it: a life that Ray restarted begins by itself.
+
+    It takes a higher term, fences the actors of the life before and starts new ones; requests go
+    on from their known tokens.
+    """
+
+    def __init__(self, spec: SupernodeSpec, folders: Folders) -> None:
+        super().__init__(spec, folders)
+        context = ray.get_runtime_context()
+        if context.was_current_actor_reconstructed:
+            context.current_actor.begin.remote()
+
+
+Controller: Any = ray.remote(SelfStartingController)
 
 
 def create_controller(spec: SupernodeSpec, home: Home) -> Any:
@@ -225,7 +241,7 @@ def create_controller(spec: SupernodeSpec, home: Home) -> Any:
     )
     handle = Controller.options(
         name=CONTROLLER_NAME, namespace=NAMESPACE, lifetime="detached", num_cpus=0,
-        max_restarts=0, max_task_retries=0,
+        max_restarts=MAX_RESTARTS, max_task_retries=0,
         runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}},
     ).remote(spec, folders)  # fmt: skip
     try:

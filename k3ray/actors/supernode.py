@@ -66,7 +66,9 @@ def call_actor(actor: Any, method: str, *args: Any, peer: str, limit_s: float) -
         raise deadline.error() from error
     except RayActorError as error:
         raise SupernodeError(
-            f"{peer} died while answering {method}", remedy="see `k3ray status`", peer=peer
+            f"{peer} died while answering {method}",
+            remedy="it is restarted; ask again in a few seconds (`k3ray status`)",
+            peer=peer,
         ) from error
     except ray.exceptions.RayTaskError as error:
         raise _cause(error) from error
