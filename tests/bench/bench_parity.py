@@ -1,4 +1,4 @@
-"""Print the table of max relative errors: `python tests/parity/report_parity.py`.
+"""Print the table of max relative errors: `make bench-parity`.
 
 Runs every parity case of the ops and of the model on the CPU; exits 1 if a bound is exceeded.
 """
@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def cases() -> Iterator[object]:
@@ -36,7 +33,6 @@ def cases() -> Iterator[object]:
 
 def main() -> int:
     """Print the rows; 0 if all are within their bounds."""
-    sys.path.insert(0, str(ROOT))
     failed = 0
     print(f"{'case':<36} {'against':<62} {'max rel err':>11} {'bound':>8}")
     for row in cases():
