@@ -147,6 +147,14 @@ def _node_address(home: Home) -> str:
     return "127.0.0.1"
 
 
+def keep_ray_logs(home: Home) -> None:
+    """Copy Ray's logs to `home.failed_log_dir`, before the session's folder goes."""
+    logs = home.ray_dir / "session_latest" / "logs"
+    shutil.rmtree(home.failed_log_dir, ignore_errors=True)
+    if logs.is_dir():
+        shutil.copytree(logs, home.failed_log_dir, ignore_dangling_symlinks=True)
+
+
 def stop_local_ray(home: Home, *, grace_s: float = 5.0) -> list[int]:
     """End every process of the cluster and remove its sockets and session files.
 

@@ -15,13 +15,14 @@ from pathlib import Path
 MARKER_VARIABLE = "K3RAY_CLUSTER"
 
 
-def find_marked(marker: str) -> list[int]:
-    """Pids, ascending, of living processes of the cluster `marker` (this process left out)."""
+def find_marked(marker: str, *, program: str = "") -> list[int]:
+    """Pids, ascending, of living processes of the cluster `marker` (this process left out);
+    with `program` only those whose executable has that name."""
     wanted = f"{MARKER_VARIABLE}={marker}".encode()
     found = [
         int(entry.name)
         for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and _has_variable(entry, wanted)
+        if entry.name.isdigit() and _has_variable(entry, wanted) and _runs(entry, program)
     ]
     return sorted(pid for pid in found if pid != os.getpid())
 
@@ -31,6 +32,14 @@ def _has_variable(process: Path, wanted: bytes) -> bool:
         return wanted in (process / "environ").read_bytes().split(b"\0")
     except OSError:  # it ended, or belongs to another user
         return False
+
+
+def _runs(process: Path, program: str) -> bool:
+    try:
+        executable = (process / "cmdline").read_bytes().split(b"\0", 1)[0]
+    except OSError:
+        return False
+    return not program or Path(os.fsdecode(executable)).name == program
 
 
 def end_marked(marker: str, *, grace_s: float, kill_s: float = 10.0) -> list[int]:

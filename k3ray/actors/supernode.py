@@ -24,9 +24,11 @@ from k3ray.actors.local_ray import (
     ClusterInfo,
     cluster_environment,
     is_running,
+    keep_ray_logs,
     start_local_ray,
     stop_local_ray,
 )
+from k3ray.actors.processes import find_marked
 from k3ray.actors.specs import CONTROLLER_NAME, NAMESPACE
 from k3ray.clock import Deadline
 from k3ray.config.cluster import LocalClusterConfig
@@ -80,6 +82,11 @@ def _cause(error: ray.exceptions.RayTaskError) -> Exception:
     return cause if isinstance(cause, K3RayError) else error
 
 
+def is_up(home: Home) -> bool:
+    """Whether a cluster is recorded in `home` and any process of it lives."""
+    return ClusterInfo.read(home.cluster_file) is not None and is_running(home)
+
+
 def connect(home: Home) -> Supernode:
     """Reach the supernode of `home`.
 
@@ -92,6 +99,12 @@ def connect(home: Home) -> Supernode:
             f"no supernode is up in {home.root}",
             remedy="run `k3ray up` (another home: set K3RAY_HOME)",
         )
+    for daemon in ("raylet", "gcs_server"):
+        if not find_marked(home.marker, program=daemon):
+            raise SupernodeError(
+                f"Ray's {daemon} of {home.root} has died",
+                remedy="run `k3ray down`, then `k3ray up`: journal and weights are kept",
+            )
     _init_ray(home, info)
     try:
         controller = ray.get_actor(CONTROLLER_NAME, namespace=NAMESPACE)
@@ -105,11 +118,18 @@ def connect(home: Home) -> Supernode:
 
 def _init_ray(home: Home, info: ClusterInfo) -> None:
     os.environ.update(cluster_environment(home, auth_mode=info.auth_mode, base={}))
-    if not ray.is_initialized():
+    if ray.is_initialized():
+        return
+    try:
         ray.init(
             address=info.ray_address, namespace=NAMESPACE, log_to_driver=False,
             logging_level=logging.ERROR,
         )  # fmt: skip
+    except (ConnectionError, RuntimeError) as error:
+        raise SupernodeError(
+            f"Ray at {info.ray_address} cannot be reached: {error}",
+            remedy="run `k3ray down`, then `k3ray up`",
+        ) from error
 
 
 def ensure_up(
@@ -143,7 +163,7 @@ def attach_or_up(
     Raises:
         SupernodeError: the one that is up holds another model or line; else as `ensure_up`.
     """
-    if ClusterInfo.read(home.cluster_file) is None or not is_running(home):
+    if not is_up(home):
         return ensure_up(spec, home, cluster, say=say)
     supernode = connect(home)
     status = supernode.call("status", limit_s=30.0)
@@ -180,6 +200,7 @@ def _bring_up(spec: SupernodeSpec, home: Home, cluster: LocalClusterConfig, say:
         wait_ready(supernode, spec, say=say)
     except BaseException:
         ray.shutdown()
+        keep_ray_logs(home)
         stop_local_ray(home)
         home.cluster_file.unlink(missing_ok=True)
         raise
@@ -200,7 +221,7 @@ def wait_ready(supernode: Supernode, spec: SupernodeSpec, *, say: Say) -> dict[s
         if status["state"] == "failed":
             raise SupernodeError(
                 f"supernode {spec.name!r} failed to start: {status.get('reason', 'unknown')}",
-                remedy=f"see the logs in {supernode.home.ray_dir}/session_latest/logs",
+                remedy=f"Ray's logs are kept in {supernode.home.failed_log_dir}",
             )
         deadline.check(remedy="run `k3ray doctor`; is the machine overloaded?")
         if time.monotonic() - said_s >= 4.0:

@@ -17,7 +17,9 @@ from k3ray.config.home import Home
 
 def demo(
     keep: Annotated[bool, typer.Option(help="stay up until Ctrl-C")] = False,
-    port: Annotated[int | None, typer.Option(help="HTTP port (default: a free one)")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="HTTP port (default: a free one)")
+    ] = None,
 ) -> None:
     """Show the whole machine on random weights, in a home of its own that is removed after."""
     narrator = Narrator()

@@ -18,7 +18,7 @@ from k3ray.cli.kill_show import KillReport, kill_during_stream
 from k3ray.cli.narrate import Narrator
 from k3ray.cli.supernode_args import read_cluster, read_spec
 from k3ray.config.home import Home
-from k3ray.errors import K3RayError
+from k3ray.errors import ConfigError, K3RayError
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "def read_file(path):\n    "
@@ -51,7 +51,7 @@ def _run(home: Home, narrator: Narrator) -> bool:
     from k3ray.actors.supernode import ensure_up
     from k3ray.serve.app import deploy
 
-    data_dir = home.root / "data"
+    data_dir, port = home.root / "data", _port()
     spec = read_spec(
         None,
         [f"tokenizer_file={data_dir / 'tokenizer' / 'tokenizer.json'}"],
@@ -68,7 +68,7 @@ def _run(home: Home, narrator: Narrator) -> bool:
             [f"data_dir={data_dir}", f"supernode.tokenizer_file={spec.tokenizer_file}"],
         )  # fmt: skip
     with narrator.phase("deploying the endpoint"):
-        url = deploy(supernode, port=_port())
+        url = deploy(supernode, port=port)
     with narrator.phase("asking, then killing a group in the middle of a stream"):
         report = kill_during_stream(
             url, lambda: supernode.call("status"), prompt=PROMPT, num_tokens=48, say=narrator.say
@@ -96,8 +96,15 @@ def submit(
     narrator.run(command, env=os.environ, limit_s=1800.0)
 
 
-def _port() -> int | None:
-    return int(os.environ["PORT"]) if os.environ.get("PORT") else None
+def _port() -> int:
+    """The port to serve on, checked now and not after minutes of training."""
+    from k3ray.serve.app import check_port_free
+
+    text = os.environ.get("PORT", "8000")
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise ConfigError(f"PORT is {text!r}", remedy="give a number from 1 to 65535")
+    check_port_free("127.0.0.1", int(text))
+    return int(text)
 
 
 def _say_report(narrator: Narrator, report: KillReport) -> None:

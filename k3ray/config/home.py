@@ -52,6 +52,11 @@ class Home:
         return self.root / "logs"
 
     @property
+    def failed_log_dir(self) -> Path:
+        """Ray's logs of the last start that failed."""
+        return self.log_dir / "failed-start"
+
+    @property
     def marker(self) -> str:
         """Value of `K3RAY_CLUSTER` in the environment of every process of this cluster."""
         return hashlib.blake2b(os.fsencode(self.root), digest_size=5).hexdigest()

@@ -22,7 +22,7 @@ from k3ray.config.resolve import resolve_model
 from k3ray.config.supernode import SupernodeSpec
 from k3ray.errors import PortInUseError, SupernodeError
 from k3ray.ids import Role
-from k3ray.serve.deployment import APP_NAME, Ingress, IngressBoot
+from k3ray.serve.deployment import APP_NAME, Ingress, IngressBoot, load_tokenizer
 from k3ray.serve.generation import GenerationLimits
 from k3ray.serve.prompts import PromptBounds
 from k3ray.serve.service import ServeSettings
@@ -45,16 +45,21 @@ def deploy(supernode: Supernode, *, port: int | None = None) -> str:
         DeadlineError: it did not become ready in time.
     """
     spec: SupernodeSpec = supernode.call("spec")
-    wanted = port or spec.endpoint.port
+    wanted = spec.endpoint.port if port is None else port
     url = f"http://{spec.endpoint.host}:{wanted}"
     running = _running_url(supernode)
     if running is None:
         check_port_free(spec.endpoint.host, wanted)
-    elif running != url:
+    elif running == url:
+        # Deploying again would replace the replica and cut its streams.
+        wait_ready(url, limit_s=spec.deadlines.start_s + spec.deadlines.rebuild_s)
+        return url
+    else:
         raise SupernodeError(
             f"the endpoint already runs at {running}",
             remedy=f"use it, or end it first (`k3ray down`) to serve at {url}",
         )
+    load_tokenizer(spec.tokenizer_file, settings_of(spec).bounds.vocab_size)  # say it here
     serve.start(
         proxy_location="HeadOnly",
         http_options=HTTPOptions(host=spec.endpoint.host, port=wanted),
@@ -85,11 +90,11 @@ def build_app(spec: SupernodeSpec, *, url: str) -> serve.Application:
         max_ongoing_requests=_MAX_ONGOING,
         graceful_shutdown_timeout_s=5.0,
         graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=5.0,
+        health_check_timeout_s=10.0,
         ray_actor_options={
             "num_cpus": 0,
-            "runtime_env": {
-                "env_vars": {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-            },
+            "runtime_env": {"env_vars": _REPLICA_ENV},
         },
     )(serve.ingress()(Ingress))
     application: serve.Application = deployment.bind(boot)

@@ -49,7 +49,11 @@ class Ingress:
         boot = self._boot
         rank = serve.get_replica_context().rank.rank
         router = RayStackRouter(f"ingress-{rank}", controller_s=boot.controller_s)
-        service = Service(boot.settings, router, load_tokenizer(boot))
+        service = Service(
+            boot.settings,
+            router,
+            load_tokenizer(boot.tokenizer_file, boot.settings.bounds.vocab_size),
+        )
 
         @asynccontextmanager
         async def registered() -> AsyncIterator[None]:
@@ -67,12 +71,12 @@ class Ingress:
         return build_routes(service, Health(router), Path(boot.web_dir), beside=registered)
 
 
-def load_tokenizer(boot: IngressBoot) -> K3Tokenizer:
-    """The tokenizer that the boot values name.
+def load_tokenizer(tokenizer_file: str | None, vocab_size: int) -> K3Tokenizer:
+    """The tokenizer of a file; None means one token per byte.
 
     Raises:
         DataError: the file is missing or not one of ours.
     """
-    if boot.tokenizer_file is None:
-        return K3Tokenizer.byte_level(boot.settings.bounds.vocab_size)
-    return K3Tokenizer.load(boot.tokenizer_file)
+    if tokenizer_file is None:
+        return K3Tokenizer.byte_level(vocab_size)
+    return K3Tokenizer.load(tokenizer_file)

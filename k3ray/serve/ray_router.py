@@ -12,6 +12,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from contextvars import Context
 from typing import Any
 
 import ray
@@ -196,6 +197,9 @@ class RayStackRouter:
 async def call(handle: Any, method: str, *args: Any, peer: str, limit_s: float) -> Any:
     """`handle.method(*args)` without blocking the loop, as a typed error when it fails.
 
+    The call is made in an empty context: Ray would take it for a child of the HTTP request that
+    happens to run, and cancel it with that, though others may be attached to the same work.
+
     Raises:
         DeadlineError: no answer within `limit_s`.
         PeerLostError: the actor is dead or cannot be reached.
@@ -204,7 +208,7 @@ async def call(handle: Any, method: str, *args: Any, peer: str, limit_s: float) 
     deadline = Deadline.after(limit_s, operation=method, peer=peer)
     try:
         async with asyncio.timeout(limit_s):
-            return await getattr(handle, method).remote(*args)
+            return await Context().run(lambda: getattr(handle, method).remote(*args))
     except TimeoutError:
         raise deadline.error() from None
     except RayActorError as error:

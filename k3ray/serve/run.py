@@ -176,9 +176,9 @@ class Run:
             self._limits.request_timeout_s, operation="the request", peer="the endpoint"
         )
         open_choices = [choice for choice in self.choices if not choice.finished]
-        self.version = await self._router.pin(self.run_id, self.version)
-        self.pinned = True
+        self.pinned = True  # before the call: one that is cancelled may have reached its end
         try:
+            self.version = await self._router.pin(self.run_id, self.version)
             for choice in open_choices:
                 choice.generation = self._generation(choice, self.version, deadline)
                 await choice.generation.start()
