@@ -197,15 +197,16 @@ class ServerCore:
                 server=self._me, generation=job.channel.generation, request_id=job.request_id,
                 credit=job.cost, message=outcome,
             )  # fmt: skip
+        # Counted first: a client that has its reply must find it counted.
+        size_bytes = item.message.size_bytes if isinstance(item, Reply) else 0
+        counters.bytes_out += size_bytes
+        counters.errors += not isinstance(item, Reply)
         try:
             delivered = self._transmit(job.channel.identity, item)
         except TransportError as error:  # the reply itself cannot travel
-            item = self._failure(job, error)
-            delivered = self._transmit(job.channel.identity, item)
-        if isinstance(item, Reply):
-            counters.bytes_out += item.message.size_bytes
-        else:
-            counters.errors += 1
+            counters.bytes_out -= size_bytes
+            counters.errors += isinstance(item, Reply)
+            delivered = self._transmit(job.channel.identity, self._failure(job, error))
         if not delivered:
             self._admission.forget(job.channel)
 
