@@ -1,4 +1,7 @@
-"""One local Ray cluster for the whole tier, with the fake resources of a supernode."""
+"""A local Ray cluster for a module of tests, with the fake resources of a supernode.
+
+Per module, because other modules of this tier bring up and take down clusters of their own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import pytest
 RESOURCES = {"k3_group": 16.0, "k3_stack": 8.0}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_local() -> Iterator[Path]:
     """Ray in this process's namespace `k3ray`; yields the temporary HOME it runs with.
 
