@@ -65,10 +65,11 @@ def complete(live: Live) -> dict[str, Any]:
     return document
 
 
-def wait_for(what: Callable[[], bool], limit_s: float = 240.0) -> None:
+def wait_for(live: Live, what: Callable[[], bool], limit_s: float = 240.0) -> None:
     deadline_s = time.monotonic() + limit_s
     while not what():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
+        if time.monotonic() >= deadline_s:
+            pytest.fail(f"it did not happen in time: {json.dumps(live.status())}")
         time.sleep(0.2)
 
 
@@ -99,7 +100,7 @@ def test_driver_killed_line_refused_then_trained(live: Live, data_dir: Path) -> 
     actors = pids(live, "expert_group") + pids(live, "attention_stack")
     words = [f"data_dir={data_dir}", *TRAIN]
     first = submit(live, "pretrain", [*words, "steps=100000"])
-    wait_for(lambda: training_step(live) >= 2)
+    wait_for(live, lambda: training_step(live) >= 2)
 
     refused = job(live, "pretrain", [*words, "steps=5"], code=2)
     assert "line_busy" in refused
@@ -111,7 +112,7 @@ def test_driver_killed_line_refused_then_trained(live: Live, data_dir: Path) -> 
     assert complete(live)["system_fingerprint"] == before
     assert pids(live, "expert_group") + pids(live, "attention_stack") == actors
 
-    wait_for(lambda: not live.status()["leases"], limit_s=90.0)
+    wait_for(live, lambda: not live.status()["leases"], limit_s=90.0)
     done = training_step(live)
     output = job(live, "pretrain", [*words, f"steps={done + 5}"])
     assert "published main@" in output
