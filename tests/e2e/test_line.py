@@ -78,9 +78,10 @@ def pids(live: Live, role: str) -> list[int]:
 
 
 def driver_pid(live: Live) -> int | None:
+    """The job's driver; `ray job submit` itself has the same words, but later ones."""
     for pid in live.pids():
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"pipelines.pretrain" in words and words[0].endswith(b"python"):
+        if words[1:3] == [b"-m", b"pipelines.pretrain"]:
             return pid
     return None
 
