@@ -61,18 +61,20 @@ def test_a_long_request_is_suspended_for_a_higher_lane(world: World) -> None:
 
 
 def test_no_lane_starves(world: World) -> None:
-    server, client = world.pair()
-    busy = Message(op="spin", meta={"pieces": 1, "piece_s": 0.002})
-    train = Message(op="spin", meta={"pieces": 10, "piece_s": 0.002})
-    pending = client.send(GROUP, train, lane=Lane.TRAIN)
-    serving = [client.send(GROUP, busy, lane=Lane.SERVE) for _ in range(8)]
-    waiting = limit()
-    while not pending.done():
-        waiting.check("the train lane starved")
-        client.wait([serving.pop(0)], limit())
-        serving.append(client.send(GROUP, busy, lane=Lane.SERVE))
-    share = server.counters[Lane.TRAIN].busy_s / sum(c.busy_s for c in server.counters.values())
-    assert 0.03 <= share <= 0.3, "the minimum share is 0.1"
+    """Beside a serve lane that is never empty, train moves on, and only a little (share 0.1)."""
+    _, client = world.pair()
+    serving = [
+        client.send(
+            GROUP, Message(op="spin", meta={"pieces": 1, "piece_s": 0.002}), lane=Lane.SERVE
+        )
+        for _ in range(400)
+    ]
+    train = Message(op="spin", meta={"pieces": 20, "piece_s": 0.002})
+    client.wait([client.send(GROUP, train, lane=Lane.TRAIN)], limit())
+    num_served = sum(pending.done() for pending in serving)
+    assert num_served < len(serving), "train waited for an empty serve lane"
+    assert num_served >= 40, "train was not held back"
+    client.wait(serving, limit())
 
 
 def test_run_in_worker(world: World) -> None:
