@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from k3ray.config.presets import PRESETS
 from k3ray.config.supernode import EngineConfig
@@ -31,7 +32,7 @@ def make_engine(
     return Engine(TEXT, config, runner, clock=clock or Clock()), runner
 
 
-def make_request(name: str = "r", **changes: object) -> Request:
+def make_request(name: str = "r", **changes: Any) -> Request:
     base = Request(
         request_id=name,
         prompt=(3, 1, 4, 1, 5),

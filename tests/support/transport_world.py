@@ -13,7 +13,7 @@ from k3ray.clock import Deadline
 from k3ray.config.supernode import LaneConfig, LanesConfig
 from k3ray.ids import Incarnation
 from k3ray.transport.inprocess import Hub, InProcessClient, InProcessServer
-from k3ray.transport.protocol import Array, Handler, Lane, Message
+from k3ray.transport.protocol import Array, Client, Handler, Lane, Message
 from k3ray.transport.zeromq_client import ZeroMqClient
 from k3ray.transport.zeromq_server import ZeroMqServer
 from tests.support.transport_peers import DIGEST, serve
@@ -71,7 +71,7 @@ class World:
         return server, client
 
 
-def ask(client: Any, op: str, *arrays: Array, lane: Lane = Lane.SERVE, **meta: Any) -> Message:
+def ask(client: Client, op: str, *arrays: Array, lane: Lane = Lane.SERVE, **meta: Any) -> Message:
     pending = client.send(GROUP, Message(op=op, meta=meta, arrays=arrays), lane=lane)
     [reply] = client.wait([pending], limit())
     return reply
