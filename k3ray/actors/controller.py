@@ -19,7 +19,13 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from k3ray.actors.controller_boot import first_version, missing_versions
 from k3ray.actors.controller_clients import ClientRegistry
-from k3ray.actors.controller_cluster import ActorCluster, Folders, own_node, typed_cause
+from k3ray.actors.controller_cluster import (
+    ACTOR_ENVIRONMENT,
+    ActorCluster,
+    Folders,
+    own_node,
+    typed_cause,
+)
 from k3ray.actors.controller_loop import ControlLoop
 from k3ray.actors.controller_status import serving_stacks, status_document
 from k3ray.actors.controller_training import TrainingMethods
@@ -242,7 +248,7 @@ def create_controller(spec: SupernodeSpec, home: Home) -> Any:
     handle = Controller.options(
         name=CONTROLLER_NAME, namespace=NAMESPACE, lifetime="detached", num_cpus=0,
         max_restarts=MAX_RESTARTS, max_task_retries=0,
-        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}},
+        runtime_env={"env_vars": dict(ACTOR_ENVIRONMENT)},
     ).remote(spec, folders)  # fmt: skip
     try:
         ray.get(handle.begin.remote(), timeout=spec.deadlines.start_s)

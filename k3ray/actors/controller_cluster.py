@@ -28,7 +28,7 @@ from k3ray.control.supervisor import ProcessFacts
 from k3ray.errors import K3RayError, PeerLostError, SupernodeError
 from k3ray.ids import Incarnation, Role
 
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+ACTOR_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _GROUP_CONCURRENCY = 16
 """Threads of a group actor: the pending watch call, and control calls beside it."""
 
@@ -87,7 +87,7 @@ class ActorCluster:
         common: dict[str, Any] = {
             "name": actor_name(incarnation), "namespace": NAMESPACE, "lifetime": "detached",
             "num_cpus": 0, "max_restarts": 0, "max_task_retries": 0,
-            "runtime_env": {"env_vars": dict(_ENVIRONMENT)},
+            "runtime_env": {"env_vars": dict(ACTOR_ENVIRONMENT)},
         }  # fmt: skip
         if role is Role.EXPERT_GROUP:
             options = {

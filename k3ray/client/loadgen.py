@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,15 @@ class Damage:
         """Whether nothing happened to any of them."""
         return self == Damage()
 
+    def __add__(self, other: Damage) -> Damage:
+        """Both together."""
+        return Damage(
+            lost=self.lost + other.lost,
+            doubled=self.doubled + other.doubled,
+            changed=self.changed + other.changed,
+            failed=self.failed + other.failed,
+        )
+
 
 async def run_load(
     client: AsyncKimiClient, asks: Sequence[Ask], *, num_streams: int, clock: Clock = monotonic
@@ -92,19 +101,30 @@ def compare(calm: Iterable[History], seen: Iterable[History]) -> Damage:
         KeyError: a request has no undisturbed run.
     """
     golden = {history.name: history.tokens for history in calm}
-    lost = doubled = changed = failed = 0
+    total = Damage()
     for history in seen:
-        failed += history.error is not None
-        matcher = difflib.SequenceMatcher(None, golden[history.name], history.tokens, False)
-        for tag, a0, a1, b0, b1 in matcher.get_opcodes():
-            match tag:
-                case "delete":
-                    lost += a1 - a0
-                case "insert":
-                    doubled += b1 - b0
-                case "replace":
-                    changed += max(a1 - a0, b1 - b0)
-    return Damage(lost=lost, doubled=doubled, changed=changed, failed=failed)
+        total += compare_tokens(golden[history.name], history.tokens)
+        total += Damage(failed=int(history.error is not None))
+    return total
+
+
+def compare_tokens(golden: Sequence[Hashable], seen: Sequence[Hashable]) -> Damage:
+    """What happened to the tokens of one stream.
+
+    >>> compare_tokens("abcd", "abd").lost
+    1
+    """
+    lost = doubled = changed = 0
+    matcher = difflib.SequenceMatcher(None, golden, seen, False)
+    for tag, a0, a1, b0, b1 in matcher.get_opcodes():
+        match tag:
+            case "delete":
+                lost += a1 - a0
+            case "insert":
+                doubled += b1 - b0
+            case "replace":
+                changed += max(a1 - a0, b1 - b0)
+    return Damage(lost=lost, doubled=doubled, changed=changed)
 
 
 def percentile(values: Iterable[float], share: float) -> float:

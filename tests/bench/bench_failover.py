@@ -8,44 +8,21 @@ undisturbed run. Prints lost / doubled / changed tokens and the stall's p50 / p9
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import signal
 import statistics
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
 
 from bench_rows import record
 from live import Live, live_supernode
 from openai import OpenAI
 
 from k3ray.cli.kill_show import Stream, stream_completion, wait_rebuilt
+from k3ray.client.loadgen import Damage, compare_tokens
 
 NUM_STREAMS, NUM_TOKENS = 4, 96
-
-
-@dataclass
-class Damage:
-    """Tokens by what happened to them, over all compared streams."""
-
-    streams: int = 0
-    lost: int = 0
-    doubled: int = 0
-    changed: int = 0
-    errors: list[str] = field(default_factory=list)
-
-    def add(self, golden: tuple[str, ...], seen: tuple[str, ...]) -> None:
-        self.streams += 1
-        matcher = difflib.SequenceMatcher(None, golden, seen, autojunk=False)
-        for tag, a0, a1, b0, b1 in matcher.get_opcodes():
-            if tag == "delete":
-                self.lost += a1 - a0
-            elif tag == "insert":
-                self.doubled += b1 - b0
-            elif tag == "replace":
-                self.changed += max(a1 - a0, b1 - b0)
 
 
 class Load:
@@ -55,6 +32,8 @@ class Load:
         self._client = OpenAI(base_url=f"{url}/v1", api_key="x", timeout=300, max_retries=0)
         self.golden = [self._stream(i) for i in range(NUM_STREAMS)]
         self.damage = Damage()
+        self.num_streams = 0
+        self.errors: list[str] = []
         self._over = threading.Event()
         self._lock = threading.Lock()
         self.arrivals: list[list[float]] = [[] for _ in range(NUM_STREAMS)]
@@ -77,11 +56,12 @@ class Load:
                 seen = self._stream(i, self.arrivals[i])
             except Exception as error:  # every kind counts as damage
                 with self._lock:
-                    self.damage.errors.append(f"{type(error).__name__}: {error}")
+                    self.errors.append(f"{type(error).__name__}: {error}")
                 time.sleep(0.2)
                 continue
             with self._lock:
-                self.damage.add(self.golden[i].tokens, seen.tokens)
+                self.num_streams += 1
+                self.damage += compare_tokens(self.golden[i].tokens, seen.tokens)
 
     def start(self) -> None:
         for thread in self._threads:
@@ -145,16 +125,16 @@ def main() -> int:
             load.stop()
             damage = load.damage
             row = {
-                "role": role, "kills": options.kills, "streams": damage.streams,
+                "role": role, "kills": options.kills, "streams": load.num_streams,
                 "lost": damage.lost, "doubled": damage.doubled, "changed": damage.changed,
-                "errors": len(damage.errors),
+                "errors": len(load.errors),
                 "stall_p50_s": round(statistics.median(stalls), 3),
                 "stall_p99_s": round(sorted(stalls)[int(0.99 * (len(stalls) - 1))], 3),
                 "rebuild_p50_s": round(statistics.median(rebuilds), 3),
             }  # fmt: skip
             record("failover", row)
-            print(*damage.errors[:3], sep="\n", flush=True)
-            ok &= not (damage.lost or damage.doubled or damage.changed or damage.errors)
+            print(*load.errors[:3], sep="\n", flush=True)
+            ok &= damage.none and not load.errors
     return 0 if ok else 1
 
 
