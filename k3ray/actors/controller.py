@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from k3ray.actors.controller_boot import first_version, missing_versions
 from k3ray.actors.controller_clients import ClientRegistry
@@ -24,12 +23,12 @@ from k3ray.actors.controller_cluster import (
     ActorCluster,
     Folders,
     own_node,
-    typed_cause,
 )
 from k3ray.actors.controller_loop import ControlLoop
 from k3ray.actors.controller_status import serving_stacks, status_document
 from k3ray.actors.controller_training import TrainingMethods
 from k3ray.actors.names import actor_name
+from k3ray.actors.ray_calls import call
 from k3ray.actors.specs import CONTROLLER_NAME, NAMESPACE
 from k3ray.clock import Deadline, monotonic
 from k3ray.config.home import Home
@@ -41,7 +40,7 @@ from k3ray.control.ledger import Ledger
 from k3ray.control.records import SupernodeDown
 from k3ray.control.supervisor import Supervisor
 from k3ray.control.training import TrainingLedger
-from k3ray.errors import K3RayError, StaleVersionError, SupernodeError
+from k3ray.errors import K3RayError, StaleVersionError
 from k3ray.ids import Incarnation, Role
 from k3ray.placement.partition import even_partition
 from k3ray.placement.plan import PlacementPlan
@@ -237,7 +236,7 @@ def create_controller(spec: SupernodeSpec, home: Home) -> Any:
     """Create the detached controller of `home` and let it begin; returns its handle.
 
     Raises:
-        SupernodeError: it did not come up in time, or died.
+        DeadlineError, PeerLostError: it did not come up in time, or died.
         JournalError, PlanError, ConfigError: what its beginning raised.
     """
     folders = Folders(
@@ -250,20 +249,7 @@ def create_controller(spec: SupernodeSpec, home: Home) -> Any:
         max_restarts=MAX_RESTARTS, max_task_retries=0,
         runtime_env={"env_vars": dict(ACTOR_ENVIRONMENT)},
     ).remote(spec, folders)  # fmt: skip
-    try:
-        ray.get(handle.begin.remote(), timeout=spec.deadlines.start_s)
-    except GetTimeoutError as error:
-        raise SupernodeError(
-            f"the controller did not begin within {spec.deadlines.start_s:g} s",
-            remedy="run `k3ray doctor`; is the machine overloaded?",
-        ) from error
-    except RayTaskError as error:
-        raise typed_cause(error, "the controller's beginning") from error
-    except RayActorError as error:
-        raise SupernodeError(
-            f"the controller died at its beginning: {error}",
-            remedy="see the logs of the Ray session",
-        ) from error
+    call(handle, "begin", peer=CONTROLLER_NAME, limit_s=spec.deadlines.start_s)
     return handle
 
 

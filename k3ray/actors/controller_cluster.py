@@ -17,15 +17,16 @@ from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from k3ray.actors.names import actor_name
+from k3ray.actors.ray_calls import call_async
 from k3ray.actors.specs import NAMESPACE, GroupSpec, StackSpec
 from k3ray.clock import Deadline
 from k3ray.config.model import TextConfig
 from k3ray.config.supernode import SupernodeSpec
 from k3ray.control.supervisor import ProcessFacts
-from k3ray.errors import K3RayError, PeerLostError, SupernodeError
+from k3ray.errors import PeerLostError
 from k3ray.ids import Incarnation, Role
 
 ACTOR_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -122,21 +123,12 @@ class ActorCluster:
         """
         handle = self._handles.get(incarnation)
         if handle is None:
-            raise _peer_lost(incarnation, method)
-        deadline = Deadline.after(limit_s, operation=method, peer=str(incarnation))
-        try:
-            return await _answer(getattr(handle, method).remote(*args), limit_s)
-        except TimeoutError as error:
-            raise deadline.error() from error
-        except RayActorError as error:
-            raise _peer_lost(incarnation, method) from error
-        except RayTaskError as error:
-            raise typed_cause(error, f"{method} of {incarnation}") from error
-        except RayError as error:
-            raise SupernodeError(
-                f"Ray failed at {method} of {incarnation}: {error}",
-                remedy="see the logs of the Ray session",
-            ) from error
+            raise PeerLostError(
+                f"{incarnation} was ended before it was asked for {method}",
+                remedy="its replacement is in the plan; see `k3ray status`",
+                peer=str(incarnation), operation=method,
+            )  # fmt: skip
+        return await call_async(handle, method, *args, peer=str(incarnation), limit_s=limit_s)
 
     async def order(self, incarnation: Incarnation, method: str, *args: Any) -> Any:
         """`call` with the controller's term appended and the rebuild deadline."""
@@ -181,20 +173,6 @@ class ActorCluster:
             ray.kill(handle, no_restart=True)
         except (ValueError, RayError):
             return  # Ray does not know it any more; the process itself is ended by pid
-
-
-async def _answer(ref: Any, limit_s: float) -> Any:
-    return await asyncio.wait_for(asyncio.wrap_future(ref.future()), limit_s)
-
-
-def typed_cause(error: RayTaskError, where: str) -> K3RayError:
-    """The `K3RayError` inside Ray's wrapper; anything else becomes a `SupernodeError`."""
-    cause = error.cause if hasattr(error, "cause") else error
-    if isinstance(cause, K3RayError):
-        return cause
-    return SupernodeError(
-        f"{where} failed: {type(cause).__name__}: {cause}", remedy="this is a bug; see the log"
-    )
 
 
 def own_node() -> str:
@@ -246,12 +224,3 @@ def _process(facts: ProcessFacts) -> psutil.Process | None:
     except psutil.NoSuchProcess:
         return None
     return process if same else None
-
-
-def _peer_lost(incarnation: Incarnation, operation: str) -> PeerLostError:
-    return PeerLostError(
-        f"{incarnation} died before it answered {operation}",
-        remedy="the controller replaces it; see k3ray status",
-        peer=str(incarnation),
-        operation=operation,
-    )

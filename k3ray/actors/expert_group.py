@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from k3ray.actors.group_handler import GroupHandler
 from k3ray.actors.specs import GroupSpec
 from k3ray.clock import Deadline
 from k3ray.ids import Incarnation, Role, refuse_lower_term
-from k3ray.transport.protocol import Server
+from k3ray.transport.worker_server import WorkerServer
 from k3ray.transport.zeromq_server import ZeroMqServer
 from k3ray.weights.store import WeightStore
 
@@ -34,7 +35,7 @@ class ExpertGroup:
         self._store = WeightStore(Path(spec.store_dir))
         self._handler = GroupHandler(spec.text, spec.experts, store=self._store, line=spec.line)
         self._controller_term = 0
-        self._server: Server | None = None
+        self._server: WorkerServer | None = None
         self._never = threading.Event()
 
     def start(self) -> dict[str, Any]:
@@ -73,9 +74,15 @@ class ExpertGroup:
         self._in_worker("drop_version", lambda: self._handler.drop_version(version))
 
     def status(self) -> dict[str, Any]:
-        """Versions, bytes, training step, counters; JSON-able."""
+        """Versions, bytes, training step, counters by operation and by lane; JSON-able."""
         status: dict[str, Any] = self._in_worker("status", self._handler.status)
-        return {"incarnation": str(self._spec.incarnation), "pid": os.getpid(), **status}
+        lanes = {
+            lane.name.lower(): asdict(counters)
+            for lane, counters in (self._server.counters if self._server else {}).items()
+        }
+        return {
+            "incarnation": str(self._spec.incarnation), "pid": os.getpid(), "lanes": lanes, **status
+        }  # fmt: skip
 
     def block_until_dead(self) -> None:
         """Never returns: the pending call breaks when this process dies."""

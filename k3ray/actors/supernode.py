@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
 
 from k3ray.actors.local_ray import (
     ClusterInfo,
@@ -29,6 +28,7 @@ from k3ray.actors.local_ray import (
     stop_local_ray,
 )
 from k3ray.actors.processes import find_marked
+from k3ray.actors.ray_calls import call
 from k3ray.actors.specs import CONTROLLER_NAME, NAMESPACE
 from k3ray.clock import Deadline
 from k3ray.config.cluster import LocalClusterConfig
@@ -53,33 +53,10 @@ class Supernode:
 
         Raises:
             DeadlineError: no answer within `limit_s`.
-            SupernodeError: the controller died.
+            PeerLostError: the controller died; it is restarted.
             K3RayError: whatever the method raised.
         """
-        return call_actor(self.controller, method, *args, peer=CONTROLLER_NAME, limit_s=limit_s)
-
-
-def call_actor(actor: Any, method: str, *args: Any, peer: str, limit_s: float) -> Any:
-    """`actor.method(*args)` with a deadline and typed errors (see `Supernode.call`)."""
-    deadline = Deadline.after(limit_s, operation=method, peer=peer)
-    try:
-        return ray.get(getattr(actor, method).remote(*args), timeout=limit_s)
-    except GetTimeoutError as error:
-        raise deadline.error() from error
-    except RayActorError as error:
-        raise SupernodeError(
-            f"{peer} died while answering {method}",
-            remedy="it is restarted; ask again in a few seconds (`k3ray status`)",
-            peer=peer,
-        ) from error
-    except ray.exceptions.RayTaskError as error:
-        raise _cause(error) from error
-
-
-def _cause(error: ray.exceptions.RayTaskError) -> Exception:
-    """The typed error inside Ray's wrapper, or the wrapper itself."""
-    cause = error.cause
-    return cause if isinstance(cause, K3RayError) else error
+        return call(self.controller, method, *args, peer=CONTROLLER_NAME, limit_s=limit_s)
 
 
 def is_up(home: Home) -> bool:

@@ -19,6 +19,8 @@ from openai import OpenAI
 
 from k3ray.errors import SupernodeError
 
+_COUNTERS_LIMIT_S = 15.0
+
 Say = Callable[[str], None]
 Status = Callable[[], dict[str, Any]]
 
@@ -121,7 +123,7 @@ def kill_during_stream(
     disturbed = stream_completion(client, prompt, max_tokens=num_tokens, seed=7, on_token=kill)
     with watch:
         rebuild_s = rebuilt[0].result()
-    after = status()
+    after = _status_with_retries(status, before)
     return KillReport(
         undisturbed=undisturbed, disturbed=disturbed, group=group["id"],
         plan_before=before["plan_version"], plan_after=after["plan_version"],
@@ -151,6 +153,17 @@ def wait_rebuilt(
     raise SupernodeError(
         f"{actor} was not rebuilt within {limit_s:g} s", remedy="see `k3ray status`", peer=actor
     )
+
+
+def _status_with_retries(status: Status, before: dict[str, Any]) -> dict[str, Any]:
+    """The status once the stacks' counters in it, which the controller reads every few seconds,
+    show a repeated expert call; the last one seen when none does."""
+    deadline_s = time.monotonic() + _COUNTERS_LIMIT_S
+    while True:
+        document = status()
+        if _hop_retries(document) > _hop_retries(before) or time.monotonic() >= deadline_s:
+            return document
+        time.sleep(0.2)
 
 
 def _fullest_group(actors: Sequence[dict[str, Any]]) -> dict[str, Any]:

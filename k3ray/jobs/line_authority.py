@@ -13,8 +13,8 @@ from typing import Any
 import ray
 
 from k3ray.actors.plan_holder import PlanHolder
+from k3ray.actors.ray_calls import call
 from k3ray.actors.specs import CONTROLLER_NAME
-from k3ray.actors.supernode import call_actor
 from k3ray.config.supernode import DeadlineConfig
 from k3ray.errors import K3RayError, TransportError
 from k3ray.ids import Incarnation
@@ -83,7 +83,7 @@ class RayLineAuthority:
         self._controller.report_training.remote(self._line, dict(metrics))
 
     def _call(self, method: str, *args: Any, limit_s: float) -> Any:
-        return call_actor(
+        return call(
             self._controller, method, self._lease_id, *args, peer=CONTROLLER_NAME,
             limit_s=limit_s + _MARGIN_S,
         )  # fmt: skip
@@ -101,7 +101,7 @@ class ControlWatch:
         self._controller = controller
         self._incarnation = incarnation
         self._ended = threading.Event()
-        plan = call_actor(controller, "plan", peer=CONTROLLER_NAME, limit_s=_LONG_POLL_S)
+        plan = call(controller, "plan", peer=CONTROLLER_NAME, limit_s=_LONG_POLL_S)
         self.plans = PlanHolder(plan)
         self._thread = threading.Thread(target=self._watch, name="control-watch", daemon=True)
         self._thread.start()
@@ -119,7 +119,7 @@ class ControlWatch:
         while not self._ended.is_set():
             try:
                 self._controller.heartbeat.remote(self._incarnation)
-                plan = call_actor(
+                plan = call(
                     self._controller, "wait_plan", self.plans.version, _LONG_POLL_S,
                     peer=CONTROLLER_NAME, limit_s=2 * _LONG_POLL_S,
                 )  # fmt: skip

@@ -22,8 +22,8 @@ import ray
 import torch
 
 from k3ray.actors.controller_cluster import own_node
+from k3ray.actors.ray_calls import call
 from k3ray.actors.specs import CONTROLLER_NAME, NAMESPACE
-from k3ray.actors.supernode import call_actor
 from k3ray.config.jobs import PretrainConfig
 from k3ray.config.resolve import resolve_model
 from k3ray.errors import ConfigError, K3RayError
@@ -89,7 +89,7 @@ def read_outcome(run_dir: Path) -> dict[str, Any]:
 def _train(config: PretrainConfig, job: dict[str, str], say: Callable[[str], None]) -> TrainResult:
     spec = config.supernode
     controller = ray.get_actor(CONTROLLER_NAME, namespace=NAMESPACE)
-    incarnation = call_actor(
+    incarnation = call(
         controller, "register", str(Role.TRAIN_WORKER), f"train-{spec.line}", os.getpid(),
         own_node(), "", peer=CONTROLLER_NAME, limit_s=spec.deadlines.start_s,
     )  # fmt: skip

@@ -12,16 +12,15 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from contextvars import Context
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 
+from k3ray.actors.ray_calls import call_async
 from k3ray.actors.specs import CONTROLLER_NAME, NAMESPACE
 from k3ray.clock import Clock, Deadline, monotonic
 from k3ray.engine.request import Request, TokenEvent
-from k3ray.errors import DeadlineError, K3RayError, PeerLostError, SupernodeError
+from k3ray.errors import DeadlineError, K3RayError, PeerLostError
 from k3ray.ids import Incarnation, Role
 
 HEARTBEAT_S = 5.0
@@ -171,7 +170,9 @@ class RayStackRouter:
         if handle is None:
             handle = await _find_actor(self._names.get(stack, ""), str(stack))
             self._handles[stack] = handle
-        return await call(handle, method, *args, peer=str(stack), limit_s=self._call_s + extra_s)
+        return await call_async(
+            handle, method, *args, peer=str(stack), limit_s=self._call_s + extra_s
+        )
 
     async def _ask(self, method: str, *args: Any, limit_s: float | None = None) -> Any:
         """Ask the controller, again while it is gone, at most `controller_s`."""
@@ -183,7 +184,7 @@ class RayStackRouter:
             try:
                 if self._controller is None:
                     self._controller = await _find_actor(CONTROLLER_NAME, CONTROLLER_NAME)
-                return await call(
+                return await call_async(
                     self._controller, method, *args, peer=CONTROLLER_NAME,
                     limit_s=min(self._call_s, max(0.1, deadline.left_s())),
                 )  # fmt: skip
@@ -194,32 +195,6 @@ class RayStackRouter:
                 await asyncio.sleep(_NAP_S)
 
 
-async def call(handle: Any, method: str, *args: Any, peer: str, limit_s: float) -> Any:
-    """`handle.method(*args)` without blocking the loop, as a typed error when it fails.
-
-    The call is made in an empty context: Ray would take it for a child of the HTTP request that
-    happens to run, and cancel it with that, though others may be attached to the same work.
-
-    Raises:
-        DeadlineError: no answer within `limit_s`.
-        PeerLostError: the actor is dead or cannot be reached.
-        K3RayError: what the method raised.
-    """
-    deadline = Deadline.after(limit_s, operation=method, peer=peer)
-    try:
-        async with asyncio.timeout(limit_s):
-            return await Context().run(lambda: getattr(handle, method).remote(*args))
-    except TimeoutError:
-        raise deadline.error() from None
-    except RayActorError as error:
-        raise PeerLostError(
-            f"{peer} died or cannot be reached during {method}",
-            remedy="see `k3ray status`", peer=peer, operation=method,
-        ) from error  # fmt: skip
-    except RayTaskError as error:
-        raise _cause(error, peer, method) from error
-
-
 async def _find_actor(name: str, peer: str) -> Any:
     try:
         return await asyncio.to_thread(ray.get_actor, name, namespace=NAMESPACE)
@@ -228,17 +203,6 @@ async def _find_actor(name: str, peer: str) -> Any:
             f"there is no actor {name!r} ({peer})", remedy="see `k3ray status`",
             peer=peer, operation="find",
         ) from error  # fmt: skip
-
-
-def _cause(error: RayTaskError, peer: str, method: str) -> K3RayError:
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, K3RayError):
-        return cause
-    return SupernodeError(
-        f"{method} failed at {peer}: {type(cause or error).__name__}",
-        remedy="this is a bug; the actor's log has the traceback",
-        peer=peer,
-    )
 
 
 def _rendezvous(affinity: int, stack: Incarnation) -> bytes:

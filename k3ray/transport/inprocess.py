@@ -6,10 +6,9 @@ runs without a cluster and for tests. Servers are found through a `Hub` that bot
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, replace
 
 from k3ray.clock import Deadline
@@ -19,14 +18,10 @@ from k3ray.ids import Incarnation, new_id
 from k3ray.transport.channel import Channel
 from k3ray.transport.client_core import ClientCore
 from k3ray.transport.code_digest import code_digest
-from k3ray.transport.control_queue import ControlQueue
 from k3ray.transport.envelope import Down, Reply, Request, Up, check_message
-from k3ray.transport.protocol import Handler, Lane, Message
-from k3ray.transport.server_core import LaneCounters, ServerCore
-
-_log = logging.getLogger("k3ray.transport")
-
-CLOSE_LIMIT_S = 10.0
+from k3ray.transport.protocol import Handler, Message
+from k3ray.transport.server_core import ServerCore
+from k3ray.transport.worker_server import WorkerServer
 
 
 class _Wake:
@@ -76,7 +71,7 @@ class Hub:
             return self._servers.get(endpoint)
 
 
-class InProcessServer:
+class InProcessServer(WorkerServer):
     """Serves as soon as it is made; see `Server`. Arguments as in `ZeroMqServer`."""
 
     def __init__(
@@ -88,47 +83,16 @@ class InProcessServer:
         hub: Hub,
         digest: str | None = None,
     ) -> None:
-        self._core = ServerCore(
-            me, handler, lanes=lanes, digest=digest or code_digest(), transmit=_transmit
-        )
         self._hub = hub
-        self._endpoint = f"inproc://{new_id(str(me))}"
         self._inbox: _Inbox = queue.SimpleQueue()
-        self._control = ControlQueue(self._wake)
         self._lock = threading.Lock()
         self._addresses: set[_Address] = set()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name=f"worker-{me}", daemon=True)
+        core = ServerCore(
+            me, handler, lanes=lanes, digest=digest or code_digest(), transmit=_transmit
+        )
+        super().__init__(me, core, f"inproc://{new_id(str(me))}")
         self._thread.start()
         hub.add(self._endpoint, self)
-
-    @property
-    def endpoint(self) -> str:
-        """Where clients connect."""
-        return self._endpoint
-
-    @property
-    def counters(self) -> Mapping[Lane, LaneCounters]:
-        """Live counters by lane; read only."""
-        return self._core.counters
-
-    def run_in_worker(self, work: Callable[[], object], deadline: Deadline) -> object:
-        """Run `work` on the worker thread; see `ControlQueue.call`."""
-        return self._control.call(work, deadline)
-
-    def close(self) -> None:
-        """Stop, answering what waits with `PeerLostError`; idempotent.
-
-        Raises:
-            DeadlineError: the running piece of work did not end.
-        """
-        deadline = Deadline.after(CLOSE_LIMIT_S, operation="close", peer=self._endpoint)
-        self._hub.remove(self._endpoint)
-        self._closing = True
-        self._wake()
-        self._thread.join(deadline.left_s())
-        if self._thread.is_alive():
-            raise deadline.error("the handler's running piece of work is stuck")
 
     def attach(self, address: _Address) -> bool:
         """Register a client's channel; False when the server is closed."""
@@ -150,29 +114,15 @@ class InProcessServer:
         self._inbox.put((address, item))
         return True
 
-    def _run(self) -> None:
-        try:
-            while not self._closing:
-                self._take_in()
-                self._control.run_pending()
-                self._core.step()
-        except Exception:
-            # Nobody waits for this thread; the lost channels tell every client.
-            _log.exception("event=transport.worker_died endpoint=%s", self._endpoint)
-        finally:
-            self._shut_down()
-
-    def _shut_down(self) -> None:
-        self._closing = True
-        self._control.close()
-        self._core.shutdown()
+    def _disconnect(self) -> None:
         with self._lock:
             for address in self._addresses:
                 address.outbox.put(_Lost(generation=address.generation))
 
-    def _take_in(self) -> None:
-        """Take everything that has arrived; wait for something when there is nothing to do."""
-        block = not self._core.has_work()
+    def _release(self) -> None:
+        self._hub.remove(self._endpoint)
+
+    def _take_in(self, *, block: bool) -> None:
         while True:
             try:
                 item = self._inbox.get(block=block)

@@ -9,40 +9,32 @@ incarnation and never used again.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import secrets
-import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable
 from pathlib import Path
 
 import zmq
 
-from k3ray.clock import Deadline
 from k3ray.config.supernode import LanesConfig
 from k3ray.errors import TransportError
 from k3ray.ids import Incarnation
 from k3ray.transport import frames
 from k3ray.transport.code_digest import code_digest
-from k3ray.transport.control_queue import ControlQueue
 from k3ray.transport.envelope import MAX_IN_FLIGHT, Down
 from k3ray.transport.lanes import lane_configs
-from k3ray.transport.protocol import Handler, Lane
-from k3ray.transport.server_core import LaneCounters, ServerCore
+from k3ray.transport.protocol import Handler
+from k3ray.transport.server_core import ServerCore
 from k3ray.transport.wire import decode_up, encode_down
-
-_log = logging.getLogger("k3ray.transport")
+from k3ray.transport.worker_server import WorkerServer
 
 UNIX_PATH_LIMIT = 107
-CLOSE_LIMIT_S = 10.0
-"""How long `close` waits for the piece of work that is running."""
-
 _LAST_REPLIES_MS = 250
 _INTAKE = 64
 """Messages taken off the socket between two pieces of work; more would let a flood stall them."""
 
 
-class ZeroMqServer:
+class ZeroMqServer(WorkerServer):
     """Serves as soon as it is made; see `Server`.
 
     Args:
@@ -67,86 +59,31 @@ class ZeroMqServer:
         host: str | None = None,
         digest: str | None = None,
     ) -> None:
-        self._core = ServerCore(
-            me, handler, lanes=lanes, digest=digest or code_digest(), transmit=self._transmit
-        )
         self._context = zmq.Context()
         self._router = _router(self._context, lanes)
         self.malformed = 0
         """Messages that could not be understood and were dropped."""
         try:
-            self._endpoint = _bind(self._router, me, socket_dir, host)
+            endpoint = _bind(self._router, me, socket_dir, host)
         except BaseException:
             self._router.close(linger=0)
             self._context.term()
             raise
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._control = ControlQueue(self._wake)
-        self._closing = False
-        self._close_lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name=f"worker-{me}", daemon=True)
+        self._poller = zmq.Poller()
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+        core = ServerCore(
+            me, handler, lanes=lanes, digest=digest or code_digest(), transmit=self._transmit
+        )
+        super().__init__(me, core, endpoint)
         self._thread.start()
 
-    @property
-    def endpoint(self) -> str:
-        """Where clients connect."""
-        return self._endpoint
-
-    @property
-    def counters(self) -> Mapping[Lane, LaneCounters]:
-        """Live counters by lane; read only."""
-        return self._core.counters
-
-    def run_in_worker(self, work: Callable[[], object], deadline: Deadline) -> object:
-        """Run `work` on the worker thread; see `ControlQueue.call`."""
-        return self._control.call(work, deadline)
-
-    def close(self) -> None:
-        """Stop, answering what waits with `PeerLostError`, and remove the endpoint; idempotent.
-
-        Raises:
-            DeadlineError: the running piece of work did not end; the endpoint stays until it does.
-        """
-        with self._close_lock:
-            if self._closing and not self._thread.is_alive():
-                return
-            deadline = Deadline.after(CLOSE_LIMIT_S, operation="close", peer=self._endpoint)
-            self._closing = True
-            self._wake()
-            self._thread.join(deadline.left_s())
-            if self._thread.is_alive():
-                raise deadline.error("the handler's running piece of work is stuck")
-            os.close(self._wake_fd)
-
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._wake_fd, zmq.POLLIN)
-        try:
-            while not self._closing:
-                if not self._core.has_work():
-                    self._sleep(poller)
-                self._take_in()
-                self._control.run_pending()
-                self._core.step()
-        except Exception:
-            # Nobody waits for this thread; the closed socket tells every client.
-            _log.exception("event=transport.worker_died endpoint=%s", self._endpoint)
-        finally:
-            self._control.close()
-            self._core.shutdown()
-            self._router.close(linger=_LAST_REPLIES_MS)
-            self._context.term()
-            if self._endpoint.startswith("ipc://"):
-                # libzmq unlinks only what it made with a wildcard.
-                Path(self._endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
-
-    def _sleep(self, poller: zmq.Poller) -> None:
-        for source, _ in poller.poll():
-            if source == self._wake_fd:
-                os.eventfd_read(self._wake_fd)
-
-    def _take_in(self) -> None:
+    def _take_in(self, *, block: bool) -> None:
+        if block:
+            for source, _ in self._poller.poll():
+                if source == self._wake_fd:
+                    os.eventfd_read(self._wake_fd)
         for _ in range(_INTAKE):
             if not frames.readable(self._router):
                 return
@@ -172,6 +109,16 @@ class ZeroMqServer:
 
     def _wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)
+
+    def _disconnect(self) -> None:
+        self._router.close(linger=_LAST_REPLIES_MS)
+        self._context.term()
+        if self._endpoint.startswith("ipc://"):
+            # libzmq unlinks only what it made with a wildcard.
+            Path(self._endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+
+    def _release(self) -> None:
+        os.close(self._wake_fd)
 
 
 def _router(context: zmq.Context[zmq.Socket[bytes]], lanes: LanesConfig) -> zmq.Socket[bytes]:

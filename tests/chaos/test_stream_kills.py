@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
-from live import Live, live_supernode
+from live import Live, live_supernode, wait_for
 from openai import OpenAI
 
 from k3ray.cli.kill_show import Stream, kill_during_stream, stream_completion, wait_rebuilt
+from k3ray.errors import K3RayError
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -33,19 +34,40 @@ def test_stream_survives_the_kill_of_a_group(live: Live) -> None:
     assert report.hop_retries > 0
 
 
+def stream(client: OpenAI, prompt: str, *, kill_at: int = 0, pids: Sequence[int] = ()) -> Stream:
+    """A stream of 40 tokens, with a SIGKILL to `pids` after the token `kill_at` (0: none)."""
+
+    def on_token(count: int) -> None:
+        if count == kill_at:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+
+    return stream_completion(client, prompt, max_tokens=40, seed=5, on_token=on_token)
+
+
 def test_stream_survives_the_kill_of_every_stack(live: Live, client: OpenAI) -> None:
-    def run(kill_at: int) -> Stream:
-        def on_token(count: int) -> None:
-            if count == kill_at:
-                for actor in victims:
-                    os.kill(actor["pid"], signal.SIGKILL)
-
-        return stream_completion(client, "Stack: ", max_tokens=40, seed=5, on_token=on_token)
-
-    victims: list[dict[str, object]] = []
-    golden = run(-1)
+    golden = stream(client, "Stack: ")
     victims = live.actors("attention_stack")
-    seen = run(12)
+    seen = stream(client, "Stack: ", kill_at=12, pids=[actor["pid"] for actor in victims])
     for actor in victims:
-        wait_rebuilt(live.status, str(actor["id"]), than_term=int(str(actor["term"])))
+        wait_rebuilt(live.status, actor["id"], than_term=actor["term"])
     assert seen.tokens == golden.tokens
+
+
+def test_stream_survives_the_kill_of_the_controller(live: Live, client: OpenAI) -> None:
+    golden = stream(client, "Controller: ")
+    before = live.actors("controller")[0]
+    seen = stream(client, "Controller: ", kill_at=12, pids=[before["pid"]])
+    assert seen.tokens == golden.tokens
+    print(f"longest gap {seen.longest_gap_s:.2f} s")
+
+    def ready_again() -> bool:
+        try:
+            document = live.status()
+        except K3RayError:
+            return False
+        own = next(a for a in document["actors"] if a["role"] == "controller")
+        return own["term"] > before["term"] and document["state"] == "ready"
+
+    wait_for(ready_again, limit_s=120.0)
+    assert stream(client, "Controller: ").tokens == golden.tokens

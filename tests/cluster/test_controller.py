@@ -8,7 +8,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from process_memory import count_found
 
 from k3ray.actors.local_ray import free_port
 from k3ray.actors.processes import find_marked
@@ -19,6 +21,8 @@ from k3ray.config.supernode import SupernodeSpec
 from k3ray.control.journal import read_records
 from k3ray.control.records import ActorLost, SupernodeDown
 from k3ray.errors import LineBusyError
+from k3ray.weights.names import expert_tensor_names, is_dense_name
+from k3ray.weights.store import WeightStore
 
 pytestmark = pytest.mark.cluster
 
@@ -96,6 +100,33 @@ def test_a_lost_actor_is_fenced_and_replaced(supernode, actor, number):
     assert [entry(after, a["id"])["pid"] for a in others] == [a["pid"] for a in others]
     lost = [r for r in read_records(supernode.home.journal_file) if isinstance(r, ActorLost)]
     assert (lost[-1].incarnation.actor, lost[-1].incarnation.term) == (actor, before["term"])
+
+
+def test_experts_live_in_their_groups_and_not_in_the_stack(supernode):
+    """By the bytes in the processes' memory, not by what they say of themselves."""
+    document = supernode.call("status")
+    store = WeightStore(supernode.home.store_dir).open("main", supernode.call("latest_version"))
+    experts = {
+        f"group-{group}": [
+            name for layer in (1, 2) for expert in range(4 * group, 4 * group + 4)
+            for name in expert_tensor_names(layer, expert)
+        ]
+        for group in range(2)
+    }  # fmt: skip
+    dense = [n for n in store.names() if is_dense_name(n)]
+    needles = {
+        "stack-0": [a.tobytes()[:96] for a in store.read(dense).values() if np.std(a) > 0],
+        **{
+            actor: [a.tobytes()[:96] for a in store.read(n).values()]
+            for actor, n in experts.items()
+        },
+    }
+    needles = {a: [n for n in found if len(n) == 96][:12] for a, found in needles.items()}
+    assert all(len(found) >= 8 for found in needles.values())
+    for holder in needles:
+        for actor, wanted in needles.items():
+            share = count_found(entry(document, holder)["pid"], wanted) / len(wanted)
+            assert share == (1.0 if holder == actor else 0.0), (holder, actor)
 
 
 def test_one_training_lease(supernode):

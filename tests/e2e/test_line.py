@@ -9,14 +9,13 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from live import Live, live_supernode
+from live import Live, live_supernode, wait_for
 
 from k3ray.actors.local_ray import ray_command
 
@@ -65,12 +64,17 @@ def complete(live: Live) -> dict[str, Any]:
     return document
 
 
-def wait_for(live: Live, what: Callable[[], bool], limit_s: float = 240.0) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not what():
-        if time.monotonic() >= deadline_s:
-            pytest.fail(f"it did not happen in time: {json.dumps(live.status())}")
-        time.sleep(0.2)
+def kill_driver_after(live: Live, word: str, words: list[str]) -> str:
+    """Pretrain; SIGKILL the driver, if it still lives, as soon as it has printed `word`."""
+    process = submit(live, "pretrain", words)
+    assert process.stdout is not None
+    output = ""
+    for line in process.stdout:
+        output += line
+        if word in line and (pid := driver_pid(live)) is not None:
+            os.kill(pid, signal.SIGKILL)
+    process.wait(timeout=120)
+    return output
 
 
 def pids(live: Live, role: str) -> list[int]:
@@ -101,7 +105,7 @@ def test_driver_killed_line_refused_then_trained(live: Live, data_dir: Path) -> 
     actors = pids(live, "expert_group") + pids(live, "attention_stack")
     words = [f"data_dir={data_dir}", *TRAIN]
     first = submit(live, "pretrain", [*words, "steps=100000"])
-    wait_for(live, lambda: training_step(live) >= 2)
+    wait_for(lambda: training_step(live) >= 2, live.status)
 
     refused = job(live, "pretrain", [*words, "steps=5"], code=2)
     assert "line_busy" in refused
@@ -113,9 +117,9 @@ def test_driver_killed_line_refused_then_trained(live: Live, data_dir: Path) -> 
     assert complete(live)["system_fingerprint"] == before
     assert pids(live, "expert_group") + pids(live, "attention_stack") == actors
 
-    wait_for(live, lambda: not live.status()["leases"], limit_s=90.0)
+    wait_for(lambda: not live.status()["leases"], live.status, limit_s=90.0)
     done = training_step(live)
-    output = job(live, "pretrain", [*words, f"steps={done + 5}"])
+    output = kill_driver_after(live, "published main@", [*words, f"steps={done + 5}"])
     assert "published main@" in output
     assert complete(live)["system_fingerprint"] != before
     assert pids(live, "expert_group") + pids(live, "attention_stack") == actors

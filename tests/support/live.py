@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from k3ray.actors.local_ray import free_port
 from k3ray.actors.processes import find_marked
@@ -38,6 +41,17 @@ class Live:
 
     def pids(self) -> list[int]:
         return find_marked(self.home.marker)
+
+
+def wait_for(
+    what: Callable[[], bool], tell: Callable[[], Any] = dict, limit_s: float = 240.0
+) -> None:
+    """Wait until `what()` holds; at the limit the test fails with what `tell()` says."""
+    deadline_s = time.monotonic() + limit_s
+    while not what():
+        if time.monotonic() >= deadline_s:
+            pytest.fail(f"it did not happen within {limit_s:g} s: {tell()}")
+        time.sleep(0.2)
 
 
 @contextmanager
