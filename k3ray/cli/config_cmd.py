@@ -65,9 +65,9 @@ def show(
     if as_json:
         typer.echo(json.dumps(resolved.model_dump(mode="json"), indent=2))
         return
+    model = _model_of(resolved)  # an unknown preset is said before anything is printed
     typer.echo(to_yaml(resolved), nl=False)
     typer.echo(f"# digest: {config_digest(resolved)}")
-    model = _model_of(resolved)
     if model is not None:
         count = count_parameters(model.text_config)
         typer.echo(f"# model: {count.total:,} text parameters, {count.active:,} active per token")

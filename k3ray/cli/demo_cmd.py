@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from k3ray.cli.kill_show import kill_during_stream
-from k3ray.cli.narrate import Narrator
+from k3ray.cli.narrate import Narrator, without_ray_chatter
 from k3ray.cli.supernode_args import read_cluster, read_spec
 from k3ray.config.home import Home
 
@@ -26,8 +26,10 @@ def demo(
     root = Path(tempfile.mkdtemp(prefix="k3ray-demo-"))
     home = Home(root=root)
     try:
-        same = _show(home, narrator, port)
+        with without_ray_chatter():
+            same, url = _show(home, narrator, port)
         if keep:
+            narrator.say(f"page {url}/ui, endpoint {url}/v1")
             narrator.say(f"stays up until Ctrl-C (K3RAY_HOME={root})")
             _wait_for_interrupt()
     finally:
@@ -40,7 +42,8 @@ def demo(
         raise typer.Exit(1)
 
 
-def _show(home: Home, narrator: Narrator, port: int | None) -> bool:
+def _show(home: Home, narrator: Narrator, port: int | None) -> tuple[bool, str]:
+    """Whether the tokens were the same, and where the endpoint is."""
     from k3ray.actors.local_ray import free_port
     from k3ray.actors.supernode import ensure_up
     from k3ray.serve.app import deploy
@@ -62,8 +65,7 @@ def _show(home: Home, narrator: Narrator, port: int | None) -> bool:
         f"{report.stall_s:.2f} s, plan {report.plan_before} -> {report.plan_after}, tokens "
         f"{'unchanged' if report.same_tokens else 'CHANGED'}"
     )
-    narrator.say(f"page {url}/ui, endpoint {url}/v1")
-    return report.same_tokens
+    return report.same_tokens, url
 
 
 def _wait_for_interrupt() -> None:

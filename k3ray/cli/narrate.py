@@ -6,12 +6,15 @@ for; while it lasts and nothing else is said, a line repeats the name and how lo
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from typing import TextIO
 
 import typer
 
@@ -19,9 +22,42 @@ from k3ray.errors import K3RayError
 
 SILENCE_S = 4.0
 _RAY_CHATTER = re.compile(
-    r"^\d{4}-\d\d-\d\d .*\b(INFO|SUCC) \w+\.py:\d+ -- |^\x1b?\[?\d*m?\(raylet\)"
+    r"^\d{4}-\d\d-\d\d .*\b(INFO|SUCC) \w+\.py:\d+ -- |^(\x1b\[\d+m)?\(raylet\)"
 )
 """Lines of Ray's own clients that tell a reader of the story nothing."""
+
+
+class _WithoutChatter(io.TextIOBase):
+    """A stdout that drops what Ray prints into its driver's; `print` writes a line, then its end.
+
+    Ray offers no switch for it: `log_to_driver=False` silences the workers' lines only.
+    """
+
+    def __init__(self, inner: TextIO) -> None:
+        self._inner = inner
+        self._dropped = threading.local()
+
+    def write(self, text: str) -> int:
+        if _RAY_CHATTER.search(text):
+            self._dropped.line = not text.endswith("\n")
+        elif getattr(self._dropped, "line", False) and text == "\n":
+            self._dropped.line = False
+        else:
+            self._inner.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._inner.flush()
+
+    def isatty(self) -> bool:
+        return self._inner.isatty()
+
+
+@contextmanager
+def without_ray_chatter() -> Iterator[None]:
+    """Keep what Ray prints by itself out of stdout for a block."""
+    with redirect_stdout(_WithoutChatter(sys.stdout)):
+        yield
 
 
 class Narrator:
@@ -69,27 +105,26 @@ class Narrator:
         Raises:
             K3RayError: it failed or took longer than `limit_s` (it is ended then).
         """
-        process = subprocess.Popen(
+        lines: list[str] = []
+        with subprocess.Popen(
             list(command), env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL, text=True, errors="replace",
-        )  # fmt: skip
-        timer = threading.Timer(limit_s, process.kill)
-        timer.start()
-        lines: list[str] = []
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.append(line.rstrip())
-                if line.strip() and not _RAY_CHATTER.search(line):
-                    self.say(line.rstrip())
-            code = process.wait()
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
-        finally:
-            timed_out = not timer.is_alive()
-            timer.cancel()
+        ) as process:  # fmt: skip
+            timer = threading.Timer(limit_s, process.kill)
+            timer.start()
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    lines.append(line.rstrip())
+                    if line.strip() and not _RAY_CHATTER.search(line):
+                        self.say(line.rstrip())
+                code = process.wait()
+            except BaseException:
+                process.kill()
+                raise
+            finally:
+                timed_out = not timer.is_alive()
+                timer.cancel()
         if code != 0:
             reason = f"was ended after {limit_s:g} s" if timed_out else f"exited with {code}"
             raise K3RayError(

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from k3ray.cli.kill_show import KillReport, kill_during_stream
-from k3ray.cli.narrate import Narrator
+from k3ray.cli.narrate import Narrator, without_ray_chatter
 from k3ray.cli.supernode_args import read_cluster, read_spec
 from k3ray.config.home import Home
 from k3ray.errors import ConfigError, K3RayError
@@ -31,9 +31,8 @@ def main() -> int:
     narrator = Narrator()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        ok = _run(home, narrator)
-        if not once:
-            _stay(narrator)
+        with without_ray_chatter():
+            ok = _run(home, narrator, stay=not once)
         return 0 if ok else 1
     except K3RayError as error:
         narrator.say(f"error[{error.code}]: {error}")
@@ -47,7 +46,7 @@ def main() -> int:
             down(home, say=narrator.say)
 
 
-def _run(home: Home, narrator: Narrator) -> bool:
+def _run(home: Home, narrator: Narrator, *, stay: bool) -> bool:
     from k3ray.actors.supernode import ensure_up
     from k3ray.serve.app import deploy
 
@@ -74,7 +73,9 @@ def _run(home: Home, narrator: Narrator) -> bool:
             url, lambda: supernode.call("status"), prompt=PROMPT, num_tokens=48, say=narrator.say
         )
     _say_report(narrator, report)
-    _say_where(narrator, home, url, jobs)
+    if stay:
+        _say_where(narrator, home, url, jobs)
+        _stay(narrator)
     return report.same_tokens
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from k3ray.cli.narrate import Narrator
 from k3ray.cli.supernode_args import home_from_environment, read_cluster, read_spec
 
 
@@ -22,14 +23,14 @@ def serve(
     from k3ray.actors.supernode import connect, ensure_up, is_up
     from k3ray.serve.app import deploy
 
-    home, local = home_from_environment(), read_cluster(cluster)
-    if config is None and preset is None and not overrides:
-        if is_up(home):
-            supernode = connect(home)  # whatever is up, by its own spec
+    home, local, narrator = home_from_environment(), read_cluster(cluster), Narrator()
+    by_its_own_spec = config is None and preset is None and not overrides and is_up(home)
+    with narrator.phase("bringing the supernode up"):
+        if by_its_own_spec:
+            supernode = connect(home)
         else:
-            supernode = ensure_up(read_spec(None, [], None), home, local, say=typer.echo)
-    else:
-        spec = read_spec(config, overrides or [], preset)
-        supernode = ensure_up(spec, home, local, say=typer.echo)
-    url = deploy(supernode, port=port)
+            spec = read_spec(config, overrides or [], preset)
+            supernode = ensure_up(spec, home, local, say=narrator.say)
+    with narrator.phase("deploying the endpoint"):
+        url = deploy(supernode, port=port)
     typer.echo(f"serving at {url}/v1 (page: {url}/ui, health: {url}/health)")

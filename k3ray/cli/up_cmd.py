@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from k3ray.cli.narrate import Narrator
 from k3ray.cli.supernode_args import home_from_environment, read_cluster, read_spec
 
 
@@ -20,6 +21,8 @@ def up(
     local = read_cluster(cluster)
     from k3ray.actors.supernode import ensure_up
 
-    supernode = ensure_up(spec, home_from_environment(), local, say=typer.echo)
+    narrator = Narrator()
+    with narrator.phase("bringing the supernode up"):
+        supernode = ensure_up(spec, home_from_environment(), local, say=narrator.say)
     typer.echo(f"supernode {supernode.info.name!r} is up: {supernode.home.root}")
     typer.echo("next: `k3ray serve` for HTTP, `k3ray status` to look, `k3ray down` to end it")

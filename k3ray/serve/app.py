@@ -37,7 +37,7 @@ def deploy(supernode: Supernode, *, port: int | None = None) -> str:
     """Serve the supernode over HTTP; returns the base URL once `/health` is ready.
 
     Args:
-        port: HTTP port; None takes the spec's.
+        port: HTTP port; None takes that of the running endpoint, else the spec's.
 
     Raises:
         PortInUseError: somebody else listens there.
@@ -46,8 +46,8 @@ def deploy(supernode: Supernode, *, port: int | None = None) -> str:
     """
     spec: SupernodeSpec = supernode.call("spec")
     wanted = spec.endpoint.port if port is None else port
-    url = f"http://{spec.endpoint.host}:{wanted}"
     running = _running_url(supernode)
+    url = running if running and port is None else f"http://{spec.endpoint.host}:{wanted}"
     if running is None:
         check_port_free(spec.endpoint.host, wanted)
     elif running == url:

@@ -2,7 +2,8 @@
 
 Brings up `k3-nano` with one group and times, from a process of its own, (a) the transport's hop per
 MoE layer as a decoding stack makes it and (b) the same payload as a Ray actor call through the
-object store (put, call, get). Prints p50 / p99 in ms (goal: hop p50 <= 0.5 ms).
+object store (put, call, get). Prints p50 / p99 in ms (goal: hop p50 <= 0.5 ms), and how much of
+the hop is the group's own arithmetic.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import numpy as np
 import ray
 import torch
 from bench_rows import record
-from live import live_supernode
+from live import Live, live_supernode
 
+from k3ray.actors.names import actor_name
 from k3ray.actors.plan_holder import PlanHolder
+from k3ray.actors.ray_calls import call
+from k3ray.actors.specs import NAMESPACE
 from k3ray.config.presets import PRESETS
 from k3ray.ids import Incarnation
 from k3ray.model.disaggregated import DisaggregatedExecutor
@@ -48,6 +52,23 @@ def quantiles_ms(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
     return float(np.percentile(times, 50)), float(np.percentile(times, 99))
 
 
+def serve_lane(live: Live) -> dict[str, Any]:
+    """The group's counters of the serve lane, read now."""
+    group = live.actors("expert_group")[0]
+    name = actor_name(Incarnation(actor=group["id"], term=group["term"]))
+    actor = ray.get_actor(name, namespace=NAMESPACE)
+    status: dict[str, Any] = call(actor, "status", peer=group["id"], limit_s=10.0)
+    lane: dict[str, Any] = status["lanes"]["serve"]
+    return lane
+
+
+def busy_per_request_ms(live: Live, before: dict[str, Any]) -> float:
+    """Mean time that the group computed for one request since `before`."""
+    after = serve_lane(live)
+    requests = after["requests"] - before["requests"]
+    return 1e3 * float(after["busy_s"] - before["busy_s"]) / float(requests)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=2000)
@@ -63,7 +84,9 @@ def main() -> int:
         latents = torch.randn(1, text.routed_expert_hidden_size)
         ids = torch.arange(text.num_experts_per_token)[None]
         layer = text.moe_layers[0]
+        before = serve_lane(live)
         hop = quantiles_ms(lambda: executor.forward(layer, latents, ids), repeats)
+        busy_ms = busy_per_request_ms(live, before)
         echo = Echo.remote()
         flat, chosen = latents.numpy(), ids.numpy()
         store = quantiles_ms(
@@ -71,6 +94,7 @@ def main() -> int:
         )
     record("hop", {
         "hop_p50_ms": round(hop[0], 3), "hop_p99_ms": round(hop[1], 3),
+        "expert_forward_mean_ms": round(busy_ms, 3),
         "object_store_p50_ms": round(store[0], 3), "object_store_p99_ms": round(store[1], 3),
         "ratio_p50": round(store[0] / hop[0], 1),
     })  # fmt: skip

@@ -66,14 +66,13 @@ def complete(live: Live) -> dict[str, Any]:
 
 def kill_driver_after(live: Live, word: str, words: list[str]) -> str:
     """Pretrain; SIGKILL the driver, if it still lives, as soon as it has printed `word`."""
-    process = submit(live, "pretrain", words)
-    assert process.stdout is not None
     output = ""
-    for line in process.stdout:
-        output += line
-        if word in line and (pid := driver_pid(live)) is not None:
-            os.kill(pid, signal.SIGKILL)
-    process.wait(timeout=120)
+    with submit(live, "pretrain", words) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            output += line
+            if word in line and (pid := driver_pid(live)) is not None:
+                os.kill(pid, signal.SIGKILL)
     return output
 
 
