@@ -108,8 +108,52 @@ class TextConfig(Strict):
         return self.vocab_size - 256
 
 
+class VisionConfig(Strict):
+    """The vision tower and projector (`vision_config` of the release), in its own field names.
+
+    Not computed yet: it names and sizes tensors that are copied byte for byte. The defaults are
+    the release's.
+    """
+
+    patch_size: int = Field(default=14, gt=0)
+    init_pos_emb_height: int = Field(default=64, gt=0)
+    init_pos_emb_width: int = Field(default=64, gt=0)
+    init_pos_emb_time: int = Field(default=4, gt=0)
+    pos_emb_type: str = "divided_fixed"
+    pos_emb_interpolation_mode: str = "bilinear"
+    vt_hidden_size: int = Field(default=1024, gt=0)
+    vt_num_hidden_layers: int = Field(default=27, gt=0)
+    vt_num_attention_heads: int = Field(default=12, gt=0)
+    qkv_hidden_size: int = Field(default=1536, gt=0)
+    vt_intermediate_size: int = Field(default=4096, gt=0)
+    norm_type: str = "rmsnorm"
+    attn_bias: bool = False
+    linear_bias: bool = False
+    patch_embed_proj_bias: bool = False
+    mlp_type: str = "mlp2"
+    activation_func: str = "gelu_pytorch_tanh"
+    merge_kernel_size: tuple[int, int] = (2, 2)
+    merge_type: str = "sd2_tpool"
+    mm_projector_type: str = "patchmergerv2"
+    mm_hidden_size: int = Field(default=1024, gt=0)
+    projector_hidden_act: str = "gelu"
+    projector_ln_eps: float = Field(default=1e-5, gt=0)
+    text_hidden_size: int = Field(default=7168, gt=0)
+
+
 class ModelConfig(Strict):
-    """A whole K3-shaped model; `vision_config` stays opaque until vision is computed."""
+    """A whole K3-shaped model; `vision_config` None is a model without images."""
 
     model_type: str = "kimi_k3"
     text_config: TextConfig
+    vision_config: VisionConfig | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        vision, width = self.vision_config, self.text_config.hidden_size
+        if vision is not None and vision.text_hidden_size != width:
+            raise ValueError(
+                f"vision_config.text_hidden_size ({vision.text_hidden_size}) must be "
+                f"text_config.hidden_size ({width})"
+            )
+        return self

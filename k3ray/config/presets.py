@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from k3ray.config.model import LinearAttnConfig, ModelConfig, TextConfig
+from k3ray.config.model import LinearAttnConfig, ModelConfig, TextConfig, VisionConfig
 
 
 def _full_attn_layers(num_layers: int) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ PRESETS: dict[str, ModelConfig] = {
     "kimi-k3": ModelConfig(text_config=_text(
         vocab=163840, hidden=7168, layers=93, heads=96, head_dim=128, experts=896, top_k=16,
         latent=3584, moe_inter=3072, dense_inter=33792, lora=(1536, 512),
-        mla_dims=(128, 64, 128), block=12, context=1048576)),
+        mla_dims=(128, 64, 128), block=12, context=1048576), vision_config=VisionConfig()),
     "k3-mini": ModelConfig(text_config=_text(
         vocab=16640, hidden=512, layers=13, heads=8, head_dim=64, experts=64, top_k=4,
         latent=256, moe_inter=128, dense_inter=2048, lora=(192, 128),

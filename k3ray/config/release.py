@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from k3ray.config import release_facts as facts
 from k3ray.config.load import config_error, read_mapping
-from k3ray.config.model import LinearAttnConfig, ModelConfig, TextConfig
+from k3ray.config.model import LinearAttnConfig, ModelConfig, TextConfig, VisionConfig
 from k3ray.config.violations import describe
 
 _MISSING = object()
@@ -36,6 +36,7 @@ def release_config(data: Mapping[str, Any], *, source: str) -> ModelConfig:
     text = _section(data, "text_config")
     linear = _section(text, "linear_attn_config")
     quantization = _section(text, "quantization_config")
+    vision = _section(data, "vision_config")
     violations = [
         *_check_keys(
             data, "", facts.TOP_FIXED,
@@ -55,7 +56,10 @@ def release_config(data: Mapping[str, Any], *, source: str) -> ModelConfig:
             facts.QUANTIZATION_FIXED if quantization else {},
             facts.QUANTIZATION_INERT,
         ),
-        *_check_keys(_section(data, "vision_config"), "vision_config.", {}, facts.VISION_KEYS),
+        *_check_keys(
+            vision, "vision_config.", facts.VISION_FIXED if vision else {},
+            VisionConfig.model_fields.keys() | facts.VISION_INERT,
+        ),
         *_check_shared_ids(data, text),
         *_check_kda_layers(text, linear),
     ]  # fmt: skip
@@ -64,7 +68,9 @@ def release_config(data: Mapping[str, Any], *, source: str) -> ModelConfig:
         kept["linear_attn_config"] = {
             key: linear[key] for key in LinearAttnConfig.model_fields if key in linear
         }
-    ours = {"model_type": "kimi_k3", "text_config": kept}
+    ours: dict[str, Any] = {"model_type": "kimi_k3", "text_config": kept}
+    if vision:
+        ours["vision_config"] = {k: vision[k] for k in VisionConfig.model_fields if k in vision}
     try:
         config = ModelConfig.model_validate_json(json.dumps(ours))
     except ValidationError as error:

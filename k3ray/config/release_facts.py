@@ -80,15 +80,16 @@ QUANTIZATION_INERT = frozenset(
     {"config_groups", "global_compression_ratio", "ignore", "quantization_status"}
 )
 
-VISION_KEYS = frozenset(
-    {
-        "_attn_implementation", "activation_func", "attn_bias", "init_pos_emb_height",
-        "init_pos_emb_time", "init_pos_emb_width", "linear_bias", "merge_kernel_size",
-        "merge_type", "mlp_type", "mm_hidden_size", "mm_projector_type", "norm_type",
-        "patch_embed_proj_bias", "patch_size", "pos_emb_interpolation_mode", "pos_emb_type",
-        "projector_hidden_act", "projector_ln_eps", "qkv_hidden_size", "text_hidden_size",
-        "vt_hidden_size", "vt_intermediate_size", "vt_num_attention_heads",
-        "vt_num_hidden_layers",
-    }
-)  # fmt: skip
-"""Known, but not read: vision is not computed yet."""
+VISION_FIXED: Mapping[str, Any] = {
+    "attn_bias": False,
+    "linear_bias": False,
+    "merge_type": "sd2_tpool",
+    "mlp_type": "mlp2",
+    "mm_projector_type": "patchmergerv2",
+    "norm_type": "rmsnorm",
+    "patch_embed_proj_bias": False,
+    "pos_emb_type": "divided_fixed",
+}
+"""They decide which tensors there are."""
+
+VISION_INERT = frozenset({"_attn_implementation"})
