@@ -148,6 +148,12 @@ class StoreError(K3RayError):
     code = "store"
 
 
+class CheckpointError(K3RayError):
+    """A checkpoint in the release's layout is refused whole; `fields["kind"]` says why."""
+
+    code = "checkpoint"
+
+
 class JournalError(K3RayError):
     """The controller's journal cannot be read or written."""
 

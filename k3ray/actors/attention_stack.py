@@ -67,6 +67,7 @@ class AttentionStack:
                 num_pages=spec.engine.num_pages,
                 executor_factory=self._executors,
                 plan_version=lambda: self._plans.version,
+                numeric=spec.numeric_mode,
             )
             signal = EventSignal(asyncio.get_running_loop())
             engine = Engine(spec.text, spec.engine, runner, on_events=signal.notify)

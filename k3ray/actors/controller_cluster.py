@@ -111,7 +111,7 @@ class ActorCluster:
         return StackSpec(
             incarnation=incarnation, text=self._text, line=self._spec.line,
             store_dir=str(self._folders.store_dir), engine=self._spec.engine,
-            deadlines=self._spec.deadlines,
+            numeric_mode=self._spec.numeric_mode, deadlines=self._spec.deadlines,
         )  # fmt: skip
 
     async def call(self, incarnation: Incarnation, method: str, *args: Any, limit_s: float) -> Any:

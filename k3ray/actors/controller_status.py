@@ -40,6 +40,7 @@ def status_document(
     return {
         "name": spec.name,
         "preset": spec.preset,
+        "numeric_mode": str(spec.numeric_mode),
         "line": spec.line,
         "state": state,
         "reason": reason,

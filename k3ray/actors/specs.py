@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from k3ray.config.model import TextConfig
+from k3ray.config.numeric import NumericMode
 from k3ray.config.supernode import DeadlineConfig, EngineConfig, LanesConfig
 from k3ray.ids import Incarnation
 
@@ -45,4 +46,5 @@ class StackSpec:
     line: str
     store_dir: str
     engine: EngineConfig
+    numeric_mode: NumericMode
     deadlines: DeadlineConfig

@@ -144,12 +144,14 @@ def attach_or_up(
         return ensure_up(spec, home, cluster, say=say)
     supernode = connect(home)
     status = supernode.call("status", limit_s=30.0)
-    held = (status["preset"], status["line"])
-    if held != (spec.preset, spec.line):
+    held = (status["preset"], status["line"], status["numeric_mode"])
+    wanted = (spec.preset, spec.line, str(spec.numeric_mode))
+    if held != wanted:
         raise SupernodeError(
-            f"the supernode in {home.root} holds {held[0]} on line {held[1]!r}, the job wants "
-            f"{spec.preset} on {spec.line!r}",
-            remedy="set supernode.preset and supernode.line, or use another K3RAY_HOME",
+            f"the supernode in {home.root} holds {held[0]} on line {held[1]!r} in {held[2]} mode, "
+            f"the job wants {wanted[0]} on {wanted[1]!r} in {wanted[2]} mode",
+            remedy="set supernode.preset, supernode.line and supernode.numeric_mode, or use "
+            "another K3RAY_HOME",
         )
     return supernode
 

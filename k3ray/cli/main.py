@@ -46,6 +46,16 @@ COMMANDS: Mapping[str, Command] = {
     "config": Command(
         target="k3ray.cli.config_cmd:app", summary="Show resolved configs and their digest."
     ),
+    "checkpoint": Command(
+        target="k3ray.cli.checkpoint_cmd:app",
+        summary="Make, check, convert checkpoints in the release's layout.",
+    ),
+    "score": Command(
+        target="k3ray.cli.score_cmd:score", summary="Log-probabilities of tokens, no cluster."
+    ),
+    "plan": Command(
+        target="k3ray.cli.plan_cmd:plan", summary="What a model needs on N accelerators."
+    ),
     "doctor": Command(
         target="k3ray.cli.doctor_cmd:doctor", summary="Check this machine, line by line."
     ),

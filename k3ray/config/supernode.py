@@ -7,6 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from k3ray.config.base import Strict
+from k3ray.config.numeric import NumericMode
 
 
 class LaneConfig(Strict):
@@ -72,7 +73,8 @@ class SupernodeSpec(Strict):
     """A supernode: one live model on `groups` expert groups and `stacks` attention stacks.
 
     `partition`, when given, lists for each group the experts it owns in every MoE layer (uneven
-    allowed); otherwise the experts are split evenly and contiguously.
+    allowed); otherwise the experts are split evenly and contiguously. `numeric_mode` is that of
+    serving and training alike.
     """
 
     name: str = Field(default="k3", pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")
@@ -80,6 +82,7 @@ class SupernodeSpec(Strict):
     model_config_file: str | None = None
     tokenizer_file: str | None = None
     line: str = "main"
+    numeric_mode: NumericMode = NumericMode.DETERMINISTIC
     seed: int = Field(default=0, ge=0)
     groups: int = Field(default=2, ge=1)
     stacks: int = Field(default=1, ge=1)

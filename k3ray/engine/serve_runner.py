@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from k3ray.config.model import TextConfig
+from k3ray.config.numeric import NumericMode
 from k3ray.engine.runner import Logits, Work
 from k3ray.errors import FencedError, K3RayError, StaleVersionError
 from k3ray.model.executor import ExpertExecutor
@@ -34,6 +35,7 @@ class ServeRunner:
         executor_factory: Where the routed experts of a version run.
         plan_version: Reads the current plan's version.
         device: Where dense weights and state live.
+        numeric: Numeric mode.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class ServeRunner:
         executor_factory: ExecutorFactory,
         plan_version: Callable[[], int] = lambda: 0,
         device: torch.device | str = "cpu",
+        numeric: NumericMode = NumericMode.DETERMINISTIC,
     ) -> None:
         self._config = config
         self._device = torch.device(device)
@@ -59,6 +62,7 @@ class ServeRunner:
             num_pages=num_pages,
             device=self._device,
             dtype=torch.float32,
+            numeric=numeric,
         )
 
     def load_version(self, version: str, tensors: Mapping[str, torch.Tensor]) -> None:

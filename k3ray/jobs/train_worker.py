@@ -136,7 +136,11 @@ def _parts(config: PretrainConfig, experts: RemoteExperts) -> StepParts:
             f"the data's tokenizer has {vocab_size} tokens, the model {cfg.vocab_size}",
             remedy=f"curate with vocab_size={cfg.vocab_size} or choose another preset",
         )
-    model = K3Model(cfg, checkpoint_activations=config.checkpoint_activations)
+    model = K3Model(
+        cfg,
+        checkpoint_activations=config.checkpoint_activations,
+        numeric=config.supernode.numeric_mode,
+    )
     data = DataOrder(
         source=source, seed=config.seed, micro_batches=config.micro_batches,
         sequences=config.sequences_per_micro_batch,

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from k3ray.config.model import TextConfig
+from k3ray.config.numeric import NumericMode
 from k3ray.model.batch import PackedBatch
 from k3ray.model.decoder import Attend, Attention, DecoderLayer, mix
 from k3ray.model.executor import ExpertExecutor
@@ -34,6 +35,7 @@ class K3Model(nn.Module):
             activations; the experts' forward then runs twice.
         device: Where parameters live.
         dtype: Of parameters and activations; what the release keeps in float32 stays so.
+        numeric: Of `forward_hidden`; `forward_serve` goes by its state's mode.
     """
 
     def __init__(
@@ -43,9 +45,10 @@ class K3Model(nn.Module):
         checkpoint_activations: bool = False,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        numeric: NumericMode = NumericMode.DETERMINISTIC,
     ) -> None:
         super().__init__()
-        place = Placement(device=device, dtype=dtype)
+        place = Placement(device=device, dtype=dtype, numeric=numeric)
         self.cfg = cfg
         self.checkpoint_activations = checkpoint_activations
         self.model = _Trunk(cfg, place)
@@ -97,8 +100,8 @@ class K3Model(nn.Module):
 
         Args:
             tokens_T: [T] int64, span after span.
-            spans: Distinct slots; a span starts where its sequence's last one ended. With length 1
-                KDA takes the recurrent form, otherwise the chunkwise one.
+            spans: Distinct slots; a span starts where its sequence's last one ended. In fast mode
+                a span of one token takes the recurrent KDA form.
             state: Slots and pages, changed in place (left undefined by an error).
             experts: Where the routed experts run.
             all_rows: Logits of every token instead of each span's last.

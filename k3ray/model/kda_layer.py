@@ -12,9 +12,9 @@ from torch import nn
 
 from k3ray.config.model import TextConfig
 from k3ray.model.modules import Linear, Placement, RmsNorm
-from k3ray.model.serve_step import ServeStep
+from k3ray.model.serve_step import GridRows, ServeStep
 from k3ray.ops.activation import sigmoid, silu
-from k3ray.ops.kda import kda_chunkwise, kda_gate, kda_recurrent
+from k3ray.ops.kda import kda_chunkwise, kda_from_edges, kda_gate, kda_recurrent
 from k3ray.ops.norm import l2_norm
 from k3ray.ops.ragged import RaggedLayout
 from k3ray.ops.short_conv import conv_tail, short_conv
@@ -85,6 +85,8 @@ class KdaAttention(nn.Module):
     def serve(self, x_TX: torch.Tensor, step: ServeStep) -> torch.Tensor:
         """[T, X] of spans; advances the slots' states."""
         operands = self._operands(x_TX, self._convolve_spans(x_TX, step))
+        if step.grid is not None:
+            return self._output(x_TX, self._serve_on_grid(operands, step, step.grid))
         states_NHKV = step.state.recurrent_ANHKV[self.index]
         o_THK = torch.empty_like(operands.v)
         if step.longs is not None:
@@ -102,6 +104,38 @@ class KdaAttention(nn.Module):
             o_THK.index_copy_(0, part.rows, out)
             states_NHKV.index_copy_(0, part.slots, after)
         return self._output(x_TX, o_THK)
+
+    def _serve_on_grid(self, new: _Operands, step: ServeStep, grid: GridRows) -> torch.Tensor:
+        """[T, H, K] by the chunk kernel alone, each span from its last edge on."""
+        open_BW = step.state.open_ANRW[self.index].flatten(0, 1)
+        states_NHKV = step.state.recurrent_ANHKV[self.index]
+        new_TW = torch.cat((*(x.flatten(1) for x in (new.k, new.v, new.g)), new.beta), dim=-1)
+        rows = grid.layout.cu_seqlens[-1]
+        rows_MW = new_TW.new_empty(rows, new_TW.shape[1])
+        rows_MW.index_copy_(0, grid.new_rows_T, new_TW)
+        rows_MW.index_copy_(0, grid.open_rows_B, open_BW.index_select(0, grid.open_source_B))
+        # Stored rows ask nothing: their queries are zero and their outputs are not read.
+        q_MHK = new.q.new_zeros(rows, *new.q.shape[1:]).index_copy_(0, grid.new_rows_T, new.q)
+        inner = self.heads * self.head_dim
+        k_MP, v_MP, g_MP, beta_MH = torch.split(rows_MW, [inner, inner, inner, self.heads], dim=-1)
+        k_MHK, v_MHK, g_MHK = (
+            x.reshape(rows, self.heads, self.head_dim) for x in (k_MP, v_MP, g_MP)
+        )
+        out_MHK, at_edge_SHKV = kda_from_edges(
+            q_MHK,
+            k_MHK,
+            v_MHK,
+            g_MHK,
+            beta_MH,
+            layout=grid.layout,
+            state_DHKV=states_NHKV[step.slots_S],
+        )
+        crossing = grid.crossing_S
+        states_NHKV.index_copy_(
+            0, step.slots_S.index_select(0, crossing), at_edge_SHKV.index_select(0, crossing)
+        )
+        open_BW.index_copy_(0, grid.kept_target_T, new_TW.index_select(0, grid.kept_T))
+        return out_MHK.index_select(0, grid.new_rows_T)
 
     def _streams(self, x_TX: torch.Tensor) -> list[tuple[torch.Tensor, _Conv]]:
         return [

@@ -11,10 +11,18 @@ import torch
 from torch import nn
 
 from k3ray.config.model import TextConfig
+from k3ray.config.numeric import NumericMode
 from k3ray.model.modules import Linear, Placement, RmsNorm
+from k3ray.model.serve_state import ServeState
 from k3ray.model.serve_step import AttentionGroup, ServeStep
 from k3ray.ops.activation import sigmoid
-from k3ray.ops.attention import causal_attention, latent_attention
+from k3ray.ops.attention import (
+    causal_attention,
+    documents_attention,
+    latent_attention,
+    paged_attention,
+)
+from k3ray.ops.linear import row_bmm
 from k3ray.ops.ragged import RaggedLayout
 
 LORA_NORM_EPS = 1e-6
@@ -26,14 +34,14 @@ class MlaAttention(nn.Module):
 
     Args:
         cfg: Model sizes.
-        place: Device and dtype.
+        place: Device, dtype and numeric mode of training; serving takes its state's mode.
         index: Place among the MLA layers, the index into the serving state.
     """
 
     def __init__(self, cfg: TextConfig, place: Placement, *, index: int) -> None:
         super().__init__()
         width, heads = cfg.hidden_size, cfg.num_attention_heads
-        self.heads, self.index = heads, index
+        self.heads, self.index, self.numeric = heads, index, place.numeric
         self.nope_dim, self.rope_dim = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim
         self.value_dim, self.latent_dim = cfg.v_head_dim, cfg.kv_lora_rank
         self.scale = (self.nope_dim + self.rope_dim) ** -0.5
@@ -48,7 +56,9 @@ class MlaAttention(nn.Module):
         self.o_proj = Linear(inner, width, place)
 
     def forward(self, x_TX: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
-        """[T, X] of whole documents, expanded."""
+        """[T, X] of whole documents: expanded in fast mode, absorbed in deterministic mode."""
+        if self.numeric is NumericMode.DETERMINISTIC:
+            return self._forward_absorbed(x_TX, layout)
         q_THQ = self._queries(x_TX)
         latent_TR, shared_TB = self._latents(x_TX)
         kv: torch.Tensor = self.kv_b_proj(latent_TR)
@@ -65,28 +75,64 @@ class MlaAttention(nn.Module):
         pages_GSC = step.state.latents_MGSC[self.index]
         rows_TC = torch.cat(self._latents(x_TX), dim=-1).to(pages_GSC.dtype)
         pages_GSC.flatten(0, 1).index_copy_(0, step.page_rows_T, rows_TC)
-        up_HFR = self.kv_b_proj.weight.view(self.heads, -1, self.latent_dim)
-        k_up_HDR, v_up_HER = torch.split(up_HFR, [self.nope_dim, self.value_dim], dim=1)
+        q_THC = self._absorbed_queries(x_TX)
+        mixed_THR = q_THC.new_empty(*q_THC.shape[:2], self.latent_dim)
+        for group in step.groups:
+            mixed_THR[group.rows_SL] = self._attend(q_THC, step.state, group).to(q_THC.dtype)
+        return self._output(x_TX, self._expanded_values(mixed_THR))
+
+    def _forward_absorbed(self, x_TX: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
+        rows_TC = torch.cat(self._latents(x_TX), dim=-1)
+        q_THC = self._absorbed_queries(x_TX)
+        wide = torch.promote_types(q_THC.dtype, torch.float32)
+        mixed_THR = documents_attention(
+            q_THC.to(wide),
+            rows_TC.to(wide),
+            layout=layout,
+            latent_dim=self.latent_dim,
+            scale=self.scale,
+        )
+        return self._output(x_TX, self._expanded_values(mixed_THR.to(q_THC.dtype)))
+
+    def _absorbed_queries(self, x_TX: torch.Tensor) -> torch.Tensor:
+        """[T, H, C] queries in the channels of the cache."""
         nope_THD, shared_THB = torch.split(
             self._queries(x_TX), [self.nope_dim, self.rope_dim], dim=-1
         )
-        absorbed_HTR = torch.bmm(nope_THD.transpose(0, 1), k_up_HDR)
-        q_THC = torch.cat((absorbed_HTR.transpose(0, 1), shared_THB), dim=-1)
-        mixed_THR = q_THC.new_empty(*q_THC.shape[:2], self.latent_dim)
-        for group in step.groups:
-            mixed_THR[group.rows_SL] = self._attend(q_THC, pages_GSC, group).to(q_THC.dtype)
-        out_HTE = torch.bmm(mixed_THR.transpose(0, 1), v_up_HER.transpose(1, 2))
-        return self._output(x_TX, out_HTE.transpose(0, 1))
+        absorbed_HTR = row_bmm(nope_THD.transpose(0, 1), self._ups()[0])
+        return torch.cat((absorbed_HTR.transpose(0, 1), shared_THB), dim=-1)
+
+    def _expanded_values(self, mixed_THR: torch.Tensor) -> torch.Tensor:
+        """[T, H, E] from mixed latents."""
+        out_HTE = row_bmm(mixed_THR.transpose(0, 1), self._ups()[1].transpose(1, 2))
+        return out_HTE.transpose(0, 1)
+
+    def _ups(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The expansion of keys [H, D, R] and of values [H, E, R]."""
+        up_HFR = self.kv_b_proj.weight.view(self.heads, -1, self.latent_dim)
+        k_up_HDR, v_up_HER = torch.split(up_HFR, [self.nope_dim, self.value_dim], dim=1)
+        return k_up_HDR, v_up_HER
 
     def _attend(
-        self, q_THC: torch.Tensor, pages_GSC: torch.Tensor, group: AttentionGroup
+        self, q_THC: torch.Tensor, state: ServeState, group: AttentionGroup
     ) -> torch.Tensor:
-        cache_SJC = pages_GSC[group.pages_SP].flatten(1, 2)
+        pages_SPJC = state.latents_MGSC[self.index][group.pages_SP]
+        cache_SJC = pages_SPJC.flatten(1, 2)
         # Padding pages may be somebody else's: their values must not reach a product, even times 0.
         cache_SJC.masked_fill_(group.unused_SJ.unsqueeze(-1), 0.0)
-        return latent_attention(
-            q_THC[group.rows_SL],
-            cache_SJC.to(q_THC.dtype),
+        q_SLHC = q_THC[group.rows_SL]
+        if state.numeric is NumericMode.FAST:
+            return latent_attention(
+                q_SLHC,
+                cache_SJC.to(q_THC.dtype),
+                group.positions_SL,
+                latent_dim=self.latent_dim,
+                scale=self.scale,
+            )
+        wide = torch.promote_types(q_THC.dtype, torch.float32)
+        return paged_attention(
+            q_SLHC.to(wide),
+            pages_SPJC.to(wide),
             group.positions_SL,
             latent_dim=self.latent_dim,
             scale=self.scale,

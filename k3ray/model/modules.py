@@ -10,16 +10,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from k3ray.config.numeric import NumericMode
 from k3ray.ops.linear import row_linear
 from k3ray.ops.norm import rms_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where parameters live and their dtype; the few float32 ones of the release stay wide."""
+    """Where parameters live, their dtype (the few float32 ones of the release stay wide), and the
+    numeric mode of the layers that are made of them."""
 
     device: torch.device | str
     dtype: torch.dtype
+    numeric: NumericMode = NumericMode.DETERMINISTIC
 
     @property
     def wide(self) -> torch.dtype:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from k3ray.model.serve_state import SeqSpan, ServeState
-from k3ray.ops.ragged import RaggedLayout, build_layout
+from k3ray.config.numeric import NumericMode
+from k3ray.model.serve_state import OPEN_ROWS, SeqSpan, ServeState
+from k3ray.ops.ragged import CHUNK, RaggedLayout, build_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,29 @@ class RowSet:
     rows: torch.Tensor
     slots: torch.Tensor
     layout: RaggedLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridRows:
+    """Open chunks and new tokens of all spans, laid out from edge to edge.
+
+    Args:
+        layout: Of the spans, each from the edge before its start to its end.
+        new_rows_T: [T] int64 row of each token of the batch.
+        open_rows_B: [B] int64 row of each stored row of an open chunk.
+        open_source_B: [B] int64 where it lies among the rows of all slots' open chunks.
+        kept_T: [K] int64 tokens of the batch that stay in an open chunk.
+        kept_target_T: [K] int64 where they go among the rows of all slots' open chunks.
+        crossing_S: [X] int64 spans whose end lies behind another edge than their start.
+    """
+
+    layout: RaggedLayout
+    new_rows_T: torch.Tensor
+    open_rows_B: torch.Tensor
+    open_source_B: torch.Tensor
+    kept_T: torch.Tensor
+    kept_target_T: torch.Tensor
+    crossing_S: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +73,9 @@ class ServeStep:
         state: What the sequences left behind; changed in place by the layers.
         slots_S: [S] int64.
         layout: Of all spans, for the convolutions.
-        singles: Spans of one token (recurrent KDA), or None.
-        longs: Longer spans (chunkwise KDA), or None.
+        grid: Deterministic mode: all spans on the grid; None otherwise.
+        singles: Fast mode: spans of one token (recurrent KDA), or None.
+        longs: Fast mode: longer spans (chunkwise KDA), or None.
         groups: All spans by length, for attention.
         page_rows_T: [T] int64 row of each token among the rows of all pages.
         last_rows_S: [S] int64 last row of each span.
@@ -59,6 +84,7 @@ class ServeStep:
     state: ServeState
     slots_S: torch.Tensor
     layout: RaggedLayout
+    grid: GridRows | None
     singles: RowSet | None
     longs: RowSet | None
     groups: tuple[AttentionGroup, ...]
@@ -99,18 +125,50 @@ def build_step(spans: Sequence[SeqSpan], state: ServeState, *, num_tokens: int) 
             layout=build_layout(inner, taps=taps, device=device),
         )
 
+    on_grid = state.numeric is NumericMode.DETERMINISTIC
     return ServeStep(
         state=state,
         slots_S=torch.tensor([span.slot for span in spans], device=device),
         layout=build_layout(tuple(int(n) for n in borders), taps=taps, device=device),
-        singles=row_set([i for i, n in enumerate(lengths) if n == 1]),
-        longs=row_set([i for i, n in enumerate(lengths) if n > 1]),
+        grid=_grid(spans, taps, device) if on_grid else None,
+        singles=None if on_grid else row_set([i for i, n in enumerate(lengths) if n == 1]),
+        longs=None if on_grid else row_set([i for i, n in enumerate(lengths) if n > 1]),
         groups=tuple(
             _group([i for i, n in enumerate(lengths) if n == length], spans, borders, state)
             for length in sorted(set(lengths))
         ),
         page_rows_T=torch.from_numpy(np.concatenate(page_rows)).to(device),
         last_rows_S=torch.from_numpy(borders[1:] - 1).to(device),
+    )
+
+
+def _grid(spans: Sequence[SeqSpan], taps: int, device: torch.device) -> GridRows:
+    new_rows, open_rows, open_source, kept, kept_target = [], [], [], [], []
+    borders, first_token = [0], 0
+    for span in spans:
+        num_open, end = span.start % CHUNK, span.start + span.length
+        base = borders[-1]
+        new_rows.append(np.arange(base + num_open, base + num_open + span.length))
+        open_rows.append(np.arange(base, base + num_open))
+        open_source.append(span.slot * OPEN_ROWS + np.arange(num_open))
+        positions = np.arange(max(span.start, end - end % CHUNK), end)
+        kept.append(first_token + positions - span.start)
+        kept_target.append(span.slot * OPEN_ROWS + positions % CHUNK)
+        borders.append(base + num_open + span.length)
+        first_token += span.length
+    crossing = [i for i, s in enumerate(spans) if (s.start + s.length) // CHUNK > s.start // CHUNK]
+
+    def joined(parts: list[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+
+    return GridRows(
+        layout=build_layout(tuple(borders), taps=taps, device=device),
+        new_rows_T=joined(new_rows),
+        open_rows_B=joined(open_rows),
+        open_source_B=joined(open_source),
+        kept_T=joined(kept),
+        kept_target_T=joined(kept_target),
+        crossing_S=torch.tensor(crossing, dtype=torch.int64, device=device),
     )
 
 

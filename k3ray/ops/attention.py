@@ -9,7 +9,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from k3ray.ops.ragged import RaggedLayout
+from k3ray.ops.linear import ROW_TILE
+from k3ray.ops.ragged import CHUNK, RaggedLayout
+
+QUERY_ROWS = 1024
+"""Rows of queries (token, head) whose scores over all pages are held at once."""
 
 
 def causal_attention(
@@ -94,6 +98,129 @@ def latent_attention(
         probs.view(seqs, length * heads, keys), cache_SJC[..., :latent_dim].to(probs.dtype)
     )
     return mixed.view(seqs, length, heads, latent_dim)
+
+
+def paged_attention(
+    q_SLHC: torch.Tensor,
+    pages_SPJC: torch.Tensor,
+    positions_SL: torch.Tensor,
+    *,
+    latent_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    """`latent_attention` whose bits do not depend on how many keys or queries there are.
+
+    Every page of 64 keys gets its own products, with query rows padded to a multiple of 16; the
+    maximum over all keys is exact, and the pages' sums are added in ascending order, so that pages
+    after a query add an exact zero. Differentiable.
+
+    Args:
+        q_SLHC: [S, L, H, C] queries mapped into the cache's channels, float32 at least.
+        pages_SPJC: [S, P, J, C] cached rows, page p at positions p*J and on, of the same dtype;
+            rows after a query's position must be finite and are not seen.
+        positions_SL: [S, L] int64 position of each query.
+        latent_dim: R: the first channels are the values.
+        scale: Factor of the scores.
+
+    Returns:
+        [S, L, H, R].
+
+    Source: design, section 5, "One path".
+    """
+    length, heads = q_SLHC.shape[1:3]
+    step = max(1, QUERY_ROWS // heads)
+    if length <= step:
+        return _pages_block(q_SLHC, pages_SPJC, positions_SL, latent_dim, scale)
+    blocks = []
+    for start in range(0, length, step):
+        own = slice(start, start + step)
+        positions = positions_SL[:, own]
+        seen = int(positions.max()) // pages_SPJC.shape[2] + 1
+        blocks.append(
+            _pages_block(q_SLHC[:, own], pages_SPJC[:, :seen], positions, latent_dim, scale)
+        )
+    return torch.cat(blocks, dim=1)
+
+
+def documents_attention(
+    q_THC: torch.Tensor,
+    rows_TC: torch.Tensor,
+    *,
+    layout: RaggedLayout,
+    latent_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    """`paged_attention` within each of several whole documents; differentiable.
+
+    Args:
+        q_THC: [T, H, C] queries mapped into the cache's channels, float32 at least.
+        rows_TC: [T, C] what a cache would hold of the tokens, of the same dtype.
+        layout: Of the documents.
+        latent_dim: R: the first channels are the values.
+        scale: Factor of the scores.
+
+    Returns:
+        [T, H, R].
+    """
+    device = q_THC.device
+    parts, indices = [], []
+    for length in sorted(set(layout.lengths)):
+        starts = torch.tensor(
+            [s for s, n in zip(layout.cu_seqlens, layout.lengths, strict=False) if n == length],
+            device=device,
+        )
+        positions_L = torch.arange(length, device=device)
+        index_SL = starts[:, None] + positions_L
+        rows_SLC = rows_TC[index_SL]
+        padded_SNC = functional.pad(rows_SLC, (0, 0, 0, -length % CHUNK))
+        mixed_SLHR = paged_attention(
+            q_THC[index_SL],
+            padded_SNC.view(len(starts), -1, CHUNK, padded_SNC.shape[-1]),
+            positions_L.expand(len(starts), length),
+            latent_dim=latent_dim,
+            scale=scale,
+        )
+        parts.append(mixed_SLHR.flatten(0, 1))
+        indices.append(index_SL.flatten())
+    if len(parts) == 1:
+        return parts[0]
+    order = torch.cat(indices)
+    inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=device))
+    return torch.cat(parts).index_select(0, inverse)
+
+
+def _pages_block(
+    q_SLHC: torch.Tensor,
+    pages_SPJC: torch.Tensor,
+    positions_SL: torch.Tensor,
+    latent_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    """`paged_attention` of few enough queries to hold all their scores."""
+    seqs, length, heads, channels = q_SLHC.shape
+    _, pages, size, _ = pages_SPJC.shape
+    rows = length * heads
+    padding = -rows % ROW_TILE
+    q_SMC = functional.pad(q_SLHC.reshape(seqs, rows, channels), (0, 0, 0, padding))
+    position_SM = functional.pad(positions_SL.repeat_interleave(heads, dim=1), (0, padding))
+    key_J = torch.arange(size, device=q_SLHC.device)
+    scores = []
+    for page in range(pages):
+        products_SMJ = torch.bmm(q_SMC, pages_SPJC[:, page].transpose(1, 2)) * scale
+        hidden_SMJ = key_J + page * size > position_SM[..., None]
+        scores.append(products_SMJ.masked_fill(hidden_SMJ, float("-inf")))
+    top_SM1 = torch.stack([s.detach().amax(-1) for s in scores]).amax(0).unsqueeze(-1)
+    total_SM1: torch.Tensor | None = None
+    mixed_SMR: torch.Tensor | None = None
+    for page in range(pages):
+        exps_SMJ = (scores[page] - top_SM1).exp()
+        sum_SM1 = exps_SMJ.sum(-1, keepdim=True)
+        product_SMR = torch.bmm(exps_SMJ, pages_SPJC[:, page, :, :latent_dim])
+        total_SM1 = sum_SM1 if total_SM1 is None else total_SM1 + sum_SM1
+        mixed_SMR = product_SMR if mixed_SMR is None else mixed_SMR + product_SMR
+    assert total_SM1 is not None
+    assert mixed_SMR is not None
+    return (mixed_SMR / total_SM1)[:, :rows].reshape(seqs, length, heads, latent_dim)
 
 
 def _equal_lengths(

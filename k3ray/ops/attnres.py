@@ -13,6 +13,7 @@ import torch
 
 from k3ray.ops.activation import wide_dtype
 from k3ray.ops.function import call
+from k3ray.ops.linear import row_linear
 
 
 def attnres_mix(
@@ -42,7 +43,8 @@ class _AttnResMix(torch.autograd.Function):
         weight = weight_H.to(dtype)
         wide = [source.to(dtype) for source in sources]
         inv_TN = torch.stack([v.square().mean(-1) for v in wide], dim=-1).add_(eps).rsqrt_()
-        score_TN = torch.stack([v @ weight for v in wide], dim=-1).mul_(inv_TN)
+        # A product with one column, padded like all others: `v @ weight` changes bits with T.
+        score_TN = torch.cat([row_linear(v, weight[None]) for v in wide], dim=-1).mul_(inv_TN)
         exps_TN = (score_TN - score_TN.amax(-1, keepdim=True)).exp_()
         prob_TN = exps_TN / exps_TN.sum(-1, keepdim=True)
         out_TH = wide[0] * prob_TN[:, :1]

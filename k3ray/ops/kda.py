@@ -92,6 +92,47 @@ def kda_chunkwise(
 
     Source: architecture.md section 2.1; Kimi K3 technical report, equations 3 and 4.
     """
+    operands = (q_THK, k_THK, v_THV, g_THK, beta_TH)
+    out_THV, _, after_DHKV = _chunks(operands, layout, state_DHKV)
+    return out_THV, after_DHKV
+
+
+def kda_from_edges(
+    q_THK: torch.Tensor,
+    k_THK: torch.Tensor,
+    v_THV: torch.Tensor,
+    g_THK: torch.Tensor,
+    beta_TH: torch.Tensor,
+    *,
+    layout: RaggedLayout,
+    state_DHKV: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kda_chunkwise` that advances the state to the last edge only, never into an open chunk.
+
+    A row's output then has the same bits in every call whose documents start at an edge of the same
+    grid, however many rows follow it (design, section 5, "One path").
+
+    Args:
+        q_THK, k_THK, v_THV, g_THK, beta_TH: As in `kda_chunkwise`; documents start at edges.
+        layout: Of the documents.
+        state_DHKV: [D, H, K, V] float32 state at each document's first edge.
+
+    Returns:
+        ([T, H, V] output, [D, H, K, V] state at each document's last edge).
+    """
+    operands = (q_THK, k_THK, v_THV, g_THK, beta_TH)
+    out_THV, before_NHKV, after_DHKV = _chunks(operands, layout, state_DHKV)
+    at_last_chunk_DHKV = before_NHKV.index_select(0, layout.last_chunk_D)
+    return out_THV, torch.where(layout.tail_open_D111, at_last_chunk_DHKV, after_DHKV)
+
+
+def _chunks(
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    layout: RaggedLayout,
+    state_DHKV: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """([T, H, V] output, [chunks, H, K, V] state before each chunk, [D, H, K, V] state after)."""
+    q_THK, k_THK, v_THV, g_THK, beta_TH = operands
     tokens, heads, key_dim = k_THK.shape
     value_dim = v_THV.shape[-1]
     if tokens != layout.cu_seqlens[-1]:
@@ -120,8 +161,11 @@ def kda_chunkwise(
     )
     out_NCV = torch.baddbmm(torch.bmm(q * from_start_NCK, before_NKV), qk_NCC, values_NCV)
     out: torch.Tensor = call(_FromRows, out_NCV.flatten(0, 1), rows)
-    out_THV = out.view(tokens, heads, value_dim)
-    return out_THV, after.view(-1, heads, key_dim, value_dim)[layout.rank_D]
+    return (
+        out.view(tokens, heads, value_dim),
+        before_NKV.view(-1, heads, key_dim, value_dim),
+        after.view(-1, heads, key_dim, value_dim)[layout.rank_D],
+    )
 
 
 def _carry(

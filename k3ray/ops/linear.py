@@ -1,6 +1,6 @@
 """Bias-free linear maps whose row bits do not depend on how many rows there are.
 
-Legend: T rows, I inputs, O outputs.
+Legend: T rows, I inputs, O outputs, B matrices of a batch.
 """
 
 from __future__ import annotations
@@ -27,3 +27,20 @@ def row_linear(x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     if missing == 0:
         return functional.linear(x, weight_OI)
     return functional.linear(functional.pad(x, (0, 0, 0, missing)), weight_OI)[:rows]
+
+
+def row_bmm(x_BTI: torch.Tensor, weight_BIO: torch.Tensor) -> torch.Tensor:
+    """x @ weight for each of B pairs.
+
+    Args:
+        x_BTI: [B, T, I] float.
+        weight_BIO: [B, I, O] of the same dtype.
+
+    Returns:
+        [B, T, O].
+    """
+    rows = x_BTI.shape[1]
+    missing = -rows % ROW_TILE
+    if missing == 0:
+        return torch.bmm(x_BTI, weight_BIO)
+    return torch.bmm(functional.pad(x_BTI, (0, 0, 0, missing)), weight_BIO)[:, :rows]

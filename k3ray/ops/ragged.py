@@ -54,6 +54,8 @@ class RaggedLayout:
         heads: Windows of those tokens, `taps` + 1 wide, the token itself last.
         tails: The last `taps` rows of each document.
         taps: Convolution inputs kept before the current one.
+        last_chunk_D: [D] int64 place of each document's last chunk among the N.
+        tail_open_D111: [D, 1, 1, 1] bool, whether that chunk has fewer than 64 rows.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -65,6 +67,8 @@ class RaggedLayout:
     heads: WindowIndex
     tails: WindowIndex
     taps: int
+    last_chunk_D: torch.Tensor
+    tail_open_D111: torch.Tensor
 
     @property
     def num_chunks(self) -> int:
@@ -123,4 +127,6 @@ def build_layout(
         heads=windows(doc[head_rows][:, None], position[head_rows][:, None] + head_offsets),
         tails=windows(np.arange(num_docs)[:, None], lengths[:, None] + np.arange(-taps, 0)),
         taps=taps,
+        last_chunk_D=to_tensor(first_chunk[num_chunks - 1] + rank),
+        tail_open_D111=to_tensor((lengths % CHUNK != 0)[:, None, None, None]),
     )

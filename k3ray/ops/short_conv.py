@@ -71,7 +71,12 @@ class _ShortConv(torch.autograd.Function):
         for back in range(1, min(layout.taps, len(x_TC) - 1) + 1):
             y_TC[back:].addcmul_(x_TC[:-back], taps_JC[-1 - back])
         heads_BJC = layout.heads.gather(x_TC, state_DWC)
-        y_TC[layout.head_rows_B] = (heads_BJC * taps_JC).sum(1)
+        # The same chain of operations as above: a row's bits do not depend on which of the two it
+        # took, so a span may be cut anywhere.
+        heads_BC = heads_BJC[:, -1] * taps_JC[-1]
+        for back in range(1, layout.taps + 1):
+            heads_BC.addcmul_(heads_BJC[:, -1 - back], taps_JC[-1 - back])
+        y_TC[layout.head_rows_B] = heads_BC
         ctx.save_for_backward(x_TC, weight_CJ, heads_BJC)
         ctx.layout = layout
         return y_TC

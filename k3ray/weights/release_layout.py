@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from k3ray.config.model import LayerKind, ModelConfig, TextConfig, VisionConfig
+from k3ray.errors import ConfigError
 from k3ray.weights.names import EXPERT_MATRICES
 
 TEXT_PREFIX = "language_model."
@@ -62,11 +63,18 @@ class ShardSpec:
 
 
 def release_shards(model: ModelConfig, experts: ExpertFormat) -> tuple[ShardSpec, ...]:
-    """All shards of a checkpoint, in order."""
+    """All shards of a checkpoint, in order.
+
+    Raises:
+        ConfigError: MXFP4 is asked for and a side of the experts is no multiple of 32.
+    """
+    check_format(model.text_config, experts)
     text, vision = model.text_config, model.vision_config
     groups = [
-        list(_layer(text, layer, experts)) for layer in range(text.num_hidden_layers)
-    ] + [list(_ends(text))]  # fmt: skip
+        [*_layer(text, layer), *_experts(text, layer, experts)]
+        for layer in range(text.num_hidden_layers)
+    ]
+    groups.append(list(_ends(text)))
     if vision is not None:
         groups += [list(_projector(vision)), list(_vision_tower(vision))]
     return tuple(
@@ -78,9 +86,41 @@ def release_shards(model: ModelConfig, experts: ExpertFormat) -> tuple[ShardSpec
     )
 
 
-def total_bytes(shards: tuple[ShardSpec, ...]) -> int:
-    """Bytes of all tensors: the index's `total_size`."""
-    return sum(spec.size_bytes for shard in shards for spec in shard.tensors)
+def check_format(text: TextConfig, experts: ExpertFormat) -> None:
+    """Raise `ConfigError` when the experts' sizes do not allow the format."""
+    sizes = {
+        "moe_intermediate_size": text.moe_intermediate_size,
+        "routed_expert_hidden_size": text.routed_expert_hidden_size,
+    }
+    odd = {name: size for name, size in sizes.items() if size % MX_BLOCK}
+    if experts is ExpertFormat.MXFP4 and odd:
+        raise ConfigError(
+            f"MXFP4 has blocks of {MX_BLOCK}, but {odd}",
+            remedy="store the experts in bf16 or fp32, or choose multiples of 32",
+            violations=tuple(f"{name}: {size} is no multiple of 32" for name, size in odd.items()),
+        )
+
+
+def total_bytes(model: ModelConfig, experts: ExpertFormat) -> int:
+    """Bytes of all tensors of a checkpoint: the index's `total_size`.
+
+    >>> from k3ray.config.presets import PRESETS
+    >>> total_bytes(PRESETS["kimi-k3"], ExpertFormat.MXFP4)
+    1560860324864
+    """
+    text, vision = model.text_config, model.vision_config
+    specs = [*_ends(text)]
+    for layer in range(text.num_hidden_layers):
+        specs += _layer(text, layer)
+    if vision is not None:
+        specs += [*_projector(vision), *_vision_tower(vision)]
+    routed = len(text.moe_layers) * text.num_experts * expert_bytes(text, experts)
+    return sum(spec.size_bytes for spec in specs) + routed
+
+
+def expert_bytes(text: TextConfig, experts: ExpertFormat) -> int:
+    """Bytes of one routed expert."""
+    return sum(spec.size_bytes for spec in _expert(text, "", experts))
 
 
 def count_vision(vision: VisionConfig) -> tuple[int, int]:
@@ -109,7 +149,8 @@ def _ends(cfg: TextConfig) -> Iterator[TensorSpec]:
     yield _text("model.output_attn_res_proj.weight", 1, hidden)
 
 
-def _layer(cfg: TextConfig, layer: int, experts: ExpertFormat) -> Iterator[TensorSpec]:
+def _layer(cfg: TextConfig, layer: int) -> Iterator[TensorSpec]:
+    """All of a decoder layer but its routed experts."""
     prefix, hidden = f"model.layers.{layer}.", cfg.hidden_size
     for norm in (
         "input_layernorm", "post_attention_layernorm", "self_attention_res_norm", "mlp_res_norm",
@@ -120,7 +161,7 @@ def _layer(cfg: TextConfig, layer: int, experts: ExpertFormat) -> Iterator[Tenso
     attention = _kda if cfg.layer_kinds[layer] is LayerKind.KDA else _mla
     yield from attention(cfg, f"{prefix}self_attn.")
     if layer in cfg.moe_layers:
-        yield from _moe(cfg, f"{prefix}block_sparse_moe.", experts)
+        yield from _moe(cfg, f"{prefix}block_sparse_moe.")
     else:
         yield from _mlp(f"{prefix}mlp.", hidden, cfg.intermediate_size)
 
@@ -163,7 +204,7 @@ def _mlp(prefix: str, hidden: int, inner: int) -> Iterator[TensorSpec]:
     yield _text(f"{prefix}down_proj.weight", hidden, inner)
 
 
-def _moe(cfg: TextConfig, prefix: str, experts: ExpertFormat) -> Iterator[TensorSpec]:
+def _moe(cfg: TextConfig, prefix: str) -> Iterator[TensorSpec]:
     hidden, latent = cfg.hidden_size, cfg.routed_expert_hidden_size
     inner = cfg.moe_intermediate_size
     yield _text(f"{prefix}gate.weight", cfg.num_experts, hidden)
@@ -172,19 +213,25 @@ def _moe(cfg: TextConfig, prefix: str, experts: ExpertFormat) -> Iterator[Tensor
     yield _text(f"{prefix}routed_expert_up_proj.weight", hidden, latent)
     yield _text(f"{prefix}routed_expert_norm.weight", latent)
     yield from _mlp(f"{prefix}shared_experts.", hidden, cfg.num_shared_experts * inner)
-    for expert in range(cfg.num_experts):
-        for matrix in EXPERT_MATRICES:
-            rows, cols = (latent, inner) if matrix == "w2" else (inner, latent)
-            yield from _expert(f"{prefix}experts.{expert}.{matrix}.", rows, cols, experts)
 
 
-def _expert(prefix: str, rows: int, cols: int, experts: ExpertFormat) -> Iterator[TensorSpec]:
-    if experts is ExpertFormat.MXFP4:
-        yield _text(f"{prefix}weight_packed", rows, cols // 2, dtype="U8")
-        yield _text(f"{prefix}weight_scale", rows, cols // MX_BLOCK, dtype="U8")
-    else:
-        dtype = "F32" if experts is ExpertFormat.FP32 else "BF16"
-        yield _text(f"{prefix}weight", rows, cols, dtype=dtype)
+def _experts(cfg: TextConfig, layer: int, experts: ExpertFormat) -> Iterator[TensorSpec]:
+    if layer in cfg.moe_layers:
+        for expert in range(cfg.num_experts):
+            prefix = f"model.layers.{layer}.block_sparse_moe.experts.{expert}."
+            yield from _expert(cfg, prefix, experts)
+
+
+def _expert(cfg: TextConfig, prefix: str, experts: ExpertFormat) -> Iterator[TensorSpec]:
+    inner, latent = cfg.moe_intermediate_size, cfg.routed_expert_hidden_size
+    for matrix in EXPERT_MATRICES:
+        rows, cols = (latent, inner) if matrix == "w2" else (inner, latent)
+        if experts is ExpertFormat.MXFP4:
+            yield _text(f"{prefix}{matrix}.weight_packed", rows, cols // 2, dtype="U8")
+            yield _text(f"{prefix}{matrix}.weight_scale", rows, cols // MX_BLOCK, dtype="U8")
+        else:
+            dtype = "F32" if experts is ExpertFormat.FP32 else "BF16"
+            yield _text(f"{prefix}{matrix}.weight", rows, cols, dtype=dtype)
 
 
 def _projector(vision: VisionConfig) -> Iterator[TensorSpec]:

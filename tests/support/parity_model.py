@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from k3ray.config.numeric import NumericMode
 from k3ray.config.presets import PRESETS
 from k3ray.model.batch import PackedBatch
 from k3ray.model.init import init_dense
@@ -34,10 +35,13 @@ PACKED_LENGTHS = (1, 2, 63, 64, 65)
 
 
 def make_model(
-    dtype: torch.dtype = torch.float32, *, checkpointed: bool = False
+    dtype: torch.dtype = torch.float32,
+    *,
+    checkpointed: bool = False,
+    numeric: NumericMode = NumericMode.DETERMINISTIC,
 ) -> tuple[K3Model, PlainExperts]:
     """A model whose norms, biases and pseudo-queries are all away from their initial values."""
-    model = K3Model(CFG, checkpoint_activations=checkpointed, dtype=dtype)
+    model = K3Model(CFG, checkpoint_activations=checkpointed, dtype=dtype, numeric=numeric)
     init_dense(model, 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -83,9 +87,11 @@ def worst_named(
     return max((relative_error(actual[name], expected[name]), name) for name in expected)
 
 
-def reference_rows(dtype: torch.dtype, num_tokens: int = 100) -> list[Row]:
+def reference_rows(
+    dtype: torch.dtype, num_tokens: int = 100, *, numeric: NumericMode = NumericMode.DETERMINISTIC
+) -> list[Row]:
     """The whole model against `reference.py` in float64: logits and every gradient."""
-    model, experts = make_model(dtype)
+    model, experts = make_model(dtype, numeric=numeric)
     tokens_T = make_tokens(num_tokens)
     exact = {
         name: tensor.detach().double().requires_grad_()
@@ -97,7 +103,7 @@ def reference_rows(dtype: torch.dtype, num_tokens: int = 100) -> list[Row]:
     exact_grads = {n: p.grad for n, p in exact.items() if p.grad is not None}
     logits_TV, grads = run_with_grads(model, experts, pack((num_tokens,), tokens_T), sent_TV)
     error, name = worst_named(grads, exact_grads)
-    case, bound = f"model {str(dtype).removeprefix('torch.')}", BOUNDS[dtype]
+    case, bound = f"model {numeric} {str(dtype).removeprefix('torch.')}", BOUNDS[dtype]
     return [
         Row(
             case=case,
@@ -114,9 +120,13 @@ def reference_rows(dtype: torch.dtype, num_tokens: int = 100) -> list[Row]:
     ]
 
 
-def split_rows(num_tokens: int = 67) -> list[Row]:
-    """Prefill, three single steps and a second prefill against the full forward, at every split."""
-    model, experts = make_model()
+def split_rows(
+    num_tokens: int = 67, *, numeric: NumericMode = NumericMode.DETERMINISTIC
+) -> list[Row]:
+    """Prefill, three single steps and a second prefill against the full forward, at every split;
+    in deterministic mode without any difference."""
+    model, experts = make_model(numeric=numeric)
+    bound = PATH_BOUND if numeric is NumericMode.FAST else 0.0
     tokens_T = make_tokens(num_tokens)
     full_TV = model.logits(model.forward_hidden(pack((num_tokens,), tokens_T), experts)).detach()
     errors = {}
@@ -124,32 +134,37 @@ def split_rows(num_tokens: int = 67) -> list[Row]:
         singles = [1] * min(3, num_tokens - split)
         rest = num_tokens - split - len(singles)
         served_TV = serve_in_spans(
-            model, experts, tokens_T, [split, *singles, *([rest] * (rest > 0))]
+            model, experts, tokens_T, [split, *singles, *([rest] * (rest > 0))], numeric
         )
         errors[split] = relative_error(served_TV, full_TV)
-    decoded_TV = serve_in_spans(model, experts, tokens_T, [1] * num_tokens)
+    decoded_TV = serve_in_spans(model, experts, tokens_T, [1] * num_tokens, numeric)
     split, error = max(errors.items(), key=lambda item: item[1])
     return [
         Row(
-            case=f"serve {num_tokens} tokens",
+            case=f"serve {num_tokens} tokens {numeric}",
             what=f"full forward, every split (worst {split})",
             error=error,
-            bound=PATH_BOUND,
+            bound=bound,
         ),
         Row(
-            case=f"serve {num_tokens} tokens",
+            case=f"serve {num_tokens} tokens {numeric}",
             what="full forward, decoded one by one",
             error=relative_error(decoded_TV, full_TV),
-            bound=PATH_BOUND,
+            bound=bound,
         ),
     ]
 
 
 def serve_in_spans(
-    model: K3Model, experts: PlainExperts, tokens_T: torch.Tensor, lengths: Sequence[int]
+    model: K3Model,
+    experts: PlainExperts,
+    tokens_T: torch.Tensor,
+    lengths: Sequence[int],
+    numeric: NumericMode,
 ) -> torch.Tensor:
     """Logits of every token of one sequence, served span after span on shuffled pages."""
-    state = ServeState(CFG, num_slots=3, num_pages=7, dtype=model.lm_head.weight.dtype)
+    dtype = model.lm_head.weight.dtype
+    state = ServeState(CFG, num_slots=3, num_pages=7, dtype=dtype, numeric=numeric)
     pages, start, parts = (5, 2, 6, 0, 3), 0, []
     for length in lengths:
         span = SeqSpan(
@@ -162,27 +177,30 @@ def serve_in_spans(
 
 
 def mla_rows(dtype: torch.dtype, num_tokens: int = 150) -> list[Row]:
-    """One MLA layer, absorbed over pages (in two spans) against expanded."""
-    model, _ = make_model(dtype)
+    """One MLA layer, absorbed over pages (in two spans, both modes) against expanded."""
+    model, _ = make_model(dtype, numeric=NumericMode.FAST)
     layer = next(m for m in model.modules() if isinstance(m, MlaAttention))
     generator = torch.Generator().manual_seed(4)
     x_TX = torch.randn(num_tokens, CFG.hidden_size, generator=generator).to(dtype)
     expanded_TX = layer(x_TX, build_layout((0, num_tokens)))
-    state = ServeState(CFG, num_slots=1, num_pages=4, dtype=dtype)
-    parts = []
-    for start, stop in ((0, 70), (70, num_tokens)):
-        span = SeqSpan(slot=0, pages=(2, 0, 3), start=start, length=stop - start)
-        step = build_step([span], state, num_tokens=stop - start)
-        with torch.no_grad():
-            parts.append(layer.serve(x_TX[start:stop], step))
-    return [
-        Row(
-            case=f"mla {str(dtype).removeprefix('torch.')}",
-            what="absorbed against expanded",
-            error=relative_error(torch.cat(parts), expanded_TX),
-            bound=BOUNDS[dtype],
+    rows = []
+    for numeric in NumericMode:
+        state = ServeState(CFG, num_slots=1, num_pages=4, dtype=dtype, numeric=numeric)
+        parts = []
+        for start, stop in ((0, 70), (70, num_tokens)):
+            span = SeqSpan(slot=0, pages=(2, 0, 3), start=start, length=stop - start)
+            step = build_step([span], state, num_tokens=stop - start)
+            with torch.no_grad():
+                parts.append(layer.serve(x_TX[start:stop], step))
+        rows.append(
+            Row(
+                case=f"mla {numeric} {str(dtype).removeprefix('torch.')}",
+                what="absorbed against expanded",
+                error=relative_error(torch.cat(parts), expanded_TX),
+                bound=BOUNDS[dtype],
+            )
         )
-    ]
+    return rows
 
 
 def packed_rows(lengths: Sequence[int] = PACKED_LENGTHS) -> list[Row]:
