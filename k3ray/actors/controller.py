@@ -51,6 +51,10 @@ NUM_CHECKPOINTS_KEPT = 2
 MAX_RESTARTS = 20
 """Lives that Ray may give the controller after its first; the journal carries it over."""
 
+_EXIT_FAILED = 70
+_LAST_WORDS_S = 5.0
+"""A failed beginning stays up so long that its creator can ask why."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -216,17 +220,25 @@ class ControllerCore(TrainingMethods):
 
 
 class SelfStartingController(ControllerCore):
-    """`ControllerCore` as Ray runs it: a life that Ray restarted begins by itself.
+    """`ControllerCore` as Ray runs it: every life begins by itself, one that Ray restarted, too.
 
-    It takes a higher term, fences the actors of the life before and starts new ones; requests go
-    on from their known tokens.
+    That one takes a higher term, fences the actors of the life before and starts new ones;
+    requests go on from their known tokens.
     """
 
     def __init__(self, spec: SupernodeSpec, folders: Folders) -> None:
         super().__init__(spec, folders)
-        context = ray.get_runtime_context()
-        if context.was_current_actor_reconstructed:
-            context.current_actor.begin.remote()
+        ray.get_runtime_context().current_actor.begin_by_itself.remote()
+
+    async def begin_by_itself(self) -> None:
+        """`begin`, and the end of the process if that fails: Ray tries the next life. The first
+        life's creator calls `begin` as well and gets the typed error before that."""
+        try:
+            await self.begin()
+        except Exception:
+            _log.exception("event=controller.begin_failed")
+            await asyncio.sleep(_LAST_WORDS_S)
+            os._exit(_EXIT_FAILED)
 
 
 Controller: Any = ray.remote(SelfStartingController)
@@ -263,4 +275,4 @@ def _end_with_the_loop(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.critical("event=controller.loop_failed", exc_info=error)
         logging.shutdown()
-        os._exit(70)
+        os._exit(_EXIT_FAILED)

@@ -22,18 +22,19 @@ def score(
 ) -> None:
     """Teacher-forced log-probabilities of token_ids[1:], by the serving path."""
     tokens = _parse(token_ids)
+    import numpy as np
     import torch
 
     from k3ray.model.scorer import CheckpointScorer
+    from k3ray.ops.logprobs import token_logprobs
 
     torch.set_num_threads(1)  # part of the numeric mode
     numeric = NumericMode.FAST if fast else NumericMode.DETERMINISTIC
     rows_TV = CheckpointScorer(checkpoint, numeric=numeric).logits(tokens)
-    logprobs_TV = torch.log_softmax(rows_TV, dim=-1)
-    chosen = logprobs_TV[:-1].gather(1, torch.tensor(tokens[1:], dtype=torch.int64)[:, None])
+    logprobs_T = token_logprobs(rows_TV[:-1].numpy(), np.array(tokens[1:], dtype=np.int64))
     document: dict[str, Any] = {
         "token_ids": tokens,
-        "logprobs": chosen[:, 0].tolist(),
+        "logprobs": logprobs_T.tolist(),
         "next_token": int(rows_TV[-1].argmax()),
         "numeric_mode": str(numeric),
     }

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from k3ray.engine.request import SamplingParams
 from k3ray.errors import BadRequestError
+from k3ray.ops.logprobs import log_normaliser
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
@@ -64,9 +65,8 @@ def sample(
         The token; log-probabilities are those of the unmodified logits.
     """
     raw_V = logits_V.astype(np.float64)
-    peak = raw_V.max()
-    weights_V = np.exp(raw_V - peak)
-    log_total = float(peak) + math.log(float(weights_V.sum()))
+    weights_V = np.exp(raw_V - raw_V.max())
+    log_total = float(log_normaliser(raw_V))
     changed = bool(params.logit_bias) or bool(
         counts and (params.presence_penalty or params.frequency_penalty)
     )

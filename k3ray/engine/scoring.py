@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from k3ray.engine.blocks import PAGE_TOKENS, Holding, StatePool, pages_for
-from k3ray.engine.runner import Logits, ModelRunner, Work
+from k3ray.engine.runner import ModelRunner, Work
 from k3ray.engine.scheduler import chunk_length
 from k3ray.errors import CapacityError, ContextLengthError, K3RayError, NumericError
+from k3ray.ops.logprobs import token_logprobs
 
 LogProbs = npt.NDArray[np.float32]
 
@@ -34,16 +35,6 @@ class ScoreJob:
     failures: int = 0
     holding: Holding | None = None
     parts: list[LogProbs] = field(default_factory=list)
-
-
-def token_logprobs(logits_TV: Logits, targets_T: npt.NDArray[np.int64]) -> LogProbs:
-    """Natural log-probability of each target: fp64 log-sum-exp, rounded to fp32."""
-    raw_TV = logits_TV.astype(np.float64)
-    peak_T = raw_TV.max(axis=1)
-    total_T = peak_T + np.log(np.exp(raw_TV - peak_T[:, None]).sum(axis=1))
-    chosen_T = raw_TV[np.arange(targets_T.shape[0]), targets_T]
-    logprobs_T: LogProbs = (chosen_T - total_T).astype(np.float32)
-    return logprobs_T
 
 
 class ScoreQueue:

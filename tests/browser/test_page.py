@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from selenium import webdriver
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service as ChromeService
 from selenium.webdriver.common.by import By
 
@@ -113,7 +114,12 @@ def until(condition: Callable[[], Any], limit_s: float = 20.0) -> None:
 
 
 def text(browser: webdriver.Chrome, selector: str) -> str:
-    return browser.find_element(By.CSS_SELECTOR, selector).text
+    """Text of an element; the page may redraw it between finding and reading."""
+    while True:
+        try:
+            return browser.find_element(By.CSS_SELECTOR, selector).text
+        except StaleElementReferenceException:
+            time.sleep(0.02)
 
 
 def figure(browser: webdriver.Chrome, label: str) -> str:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from k3ray.config.numeric import NumericMode
 from tests.support.parity_model import (
     PACKED_LENGTHS,
     checkpointed_rows,
@@ -24,12 +25,14 @@ def check(rows: list[Row]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-def test_whole_model_equals_reference(dtype: torch.dtype) -> None:
-    check(reference_rows(dtype))
+@pytest.mark.parametrize("numeric", NumericMode)
+def test_whole_model_equals_reference(dtype: torch.dtype, numeric: NumericMode) -> None:
+    check(reference_rows(dtype, numeric=numeric))
 
 
-def test_prefill_and_decode_equal_full_forward_at_every_split() -> None:
-    check(split_rows())
+@pytest.mark.parametrize("numeric", NumericMode)
+def test_prefill_and_decode_equal_full_forward_at_every_split(numeric: NumericMode) -> None:
+    check(split_rows(numeric=numeric))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])

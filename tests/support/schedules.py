@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from k3ray.actors.group_handler import GroupHandler
+from k3ray.config.model import TextConfig
+from k3ray.model.disaggregated import DisaggregatedExecutor
 from k3ray.model.executor import ExpertExecutor
+from k3ray.model.group_links import FixedPlan, GroupLinks
 from k3ray.model.k3 import K3Model
 from k3ray.model.serve_state import SeqSpan, ServeState
+from k3ray.placement.partition import homes_of_partition
+from k3ray.placement.plan import PlacementPlan
+from k3ray.weights.store import WeightStore
+from tests.support.direct_client import DirectClient, peer_of
 
 PAGE = 64
+VERSION = "main@1-aaaaaaaaaaaa"
 
 
 @dataclass(slots=True)
@@ -59,7 +69,7 @@ def serve_by_schedule(
             for s, n in zip(chosen, lengths, strict=True)
         ]
         logits = model.forward_serve(torch.tensor(tokens), spans, state, executor, all_rows=True)
-        for s, rows in zip(chosen, logits.split(lengths), strict=True):
+        for s, rows in zip(chosen, torch.split(logits, lengths), strict=True):
             s.logits.append(rows)
             s.done += len(rows)
     return [torch.cat(s.logits) for s in served]
@@ -67,6 +77,27 @@ def serve_by_schedule(
 
 def _span(chance: random.Random, left: int) -> int:
     kind = chance.random()
-    if kind < 0.5:
+    if kind < 0.4:
         return 1
-    return chance.randint(1, min(left, 17 if kind < 0.8 else left))
+    return chance.randint(1, min(left, 17 if kind < 0.6 else left))
+
+
+def partitioned_executor(
+    cfg: TextConfig,
+    tensors: Mapping[str, torch.Tensor],
+    partition: Sequence[Sequence[int]],
+    store_dir: Path,
+) -> DisaggregatedExecutor:
+    """An executor over expert groups with these experts of every layer, in the caller's thread."""
+    client = DirectClient()
+    groups = [f"group-{index}" for index in range(len(partition))]
+    peers = {group: peer_of(group, 1) for group in groups}
+    for group, experts in zip(groups, partition, strict=True):
+        handler = GroupHandler(
+            cfg, dict.fromkeys(cfg.moe_layers, tuple(experts)), store=WeightStore(store_dir)
+        )
+        handler.load_version(VERSION, tensors)
+        client.handlers[peers[group].incarnation] = handler
+    homes = homes_of_partition(partition, groups, cfg)
+    plan = PlacementPlan(version=1, homes=homes, peers=peers)
+    return DisaggregatedExecutor(GroupLinks(client), FixedPlan(plan), version=VERSION)

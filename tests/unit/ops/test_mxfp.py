@@ -134,15 +134,15 @@ def test_against_an_independent_definition(
     by_block = x.reshape(rows, blocks, BLOCK).astype(np.float64)
     amax = np.abs(by_block).max(-1)
     e = np.clip(np.floor(np.log2(amax)) - 2, -127, 127)
-    unit = by_block / 2.0**e[..., None]
+    unit = by_block / 2.0 ** e[..., None]
     fp4 = np.clip(unit, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float64)
-    want = (fp4 * 2.0**e[..., None]).reshape(x.shape).astype(np.float32)
+    want = (fp4 * 2.0 ** e[..., None]).reshape(x.shape).astype(np.float32)
     packed, scales = mxfp4_quantize(torch.from_numpy(x))
     assert np.array_equal(scales.numpy(), (e + 127).astype(np.uint8))
     assert np.array_equal(mxfp4_dequantize(packed, scales).numpy(), want)
     e8 = np.clip(np.floor(np.log2(amax)) - 8, -127, 127)
-    fp8 = np.clip(by_block / 2.0**e8[..., None], -448, 448).astype(ml_dtypes.float8_e4m3fn)
-    want8 = (fp8.astype(np.float64) * 2.0**e8[..., None]).reshape(x.shape).astype(np.float32)
+    fp8 = np.clip(by_block / 2.0 ** e8[..., None], -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    want8 = (fp8.astype(np.float64) * 2.0 ** e8[..., None]).reshape(x.shape).astype(np.float32)
     elements, scales8 = mxfp8_quantize(torch.from_numpy(x))
     assert np.array_equal(mxfp8_dequantize(elements, scales8).numpy(), want8)
 
