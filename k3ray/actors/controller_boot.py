@@ -6,6 +6,8 @@ that the journal or the store knows. Nothing is taken over that the model config
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from k3ray.config.load import config_digest
 from k3ray.config.model import TextConfig
 from k3ray.config.supernode import SupernodeSpec
@@ -21,10 +23,11 @@ STALE_STAGING_S = 3600.0
 def first_version(
     spec: SupernodeSpec, text: TextConfig, store: WeightStore, ledger: Ledger
 ) -> WeightVersion:
-    """The version that a booting supernode serves first; written if the line has none. Slow
-    (it may initialise a model): run it off the event loop.
+    """The version that a booting supernode serves first; written if the line has none, from the
+    spec's checkpoint or fresh by its seed. Slow: run it off the event loop.
 
     Raises:
+        CheckpointError: the checkpoint is not whole.
         StoreError: the journal's latest version is not readable, or is of another model.
     """
     store.sweep(spec.line, older_than_s=STALE_STAGING_S)
@@ -36,7 +39,12 @@ def first_version(
     )
     if entry is not None:
         _require_model(entry, text)
+        _require_origin(spec, store)
         return entry.version
+    if spec.checkpoint is not None:
+        from k3ray.model.store_export import import_checkpoint  # imports torch
+
+        return import_checkpoint(store, Path(spec.checkpoint), line=spec.line)
     from k3ray.actors.initial_weights import write_initial_version  # imports torch
 
     return write_initial_version(store, text, line=spec.line, seed=spec.seed)
@@ -54,6 +62,20 @@ def missing_versions(spec: SupernodeSpec, store: WeightStore, ledger: Ledger) ->
         except StoreError as error:
             reasons[version] = error.message
     return reasons
+
+
+def _require_origin(spec: SupernodeSpec, store: WeightStore) -> None:
+    """A line that began with other weights must not pass for the checkpoint that is asked for."""
+    if spec.checkpoint is None:
+        return
+    for entry in store.entries(spec.line, EntryKind.VERSION):
+        origin = entry.manifest.meta.get("origin")
+        if entry.version.step == 0 and origin != str(Path(spec.checkpoint).absolute()):
+            raise StoreError(
+                f"line {spec.line} began with other weights ({origin}), not with {spec.checkpoint}",
+                remedy="use another line or another K3RAY_HOME, or drop the checkpoint",
+                version=str(entry.version),
+            )
 
 
 def _require_model(entry: StoreEntry, text: TextConfig) -> None:

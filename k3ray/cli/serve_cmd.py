@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from k3ray.cli.narrate import Narrator
 from k3ray.cli.supernode_args import home_from_environment, read_cluster, read_spec
+from k3ray.weights.checkpoint import Checkpoint
 
 
 def serve(
@@ -17,19 +19,26 @@ def serve(
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="HTTP port (default: the spec's, 8000)")
     ] = None,
+    *,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="serve this checkpoint in the release's layout")
+    ] = None,
     cluster: Annotated[str | None, typer.Option(help="YAML of the local Ray node")] = None,
 ) -> None:
     """Deploy the endpoint; brings the supernode up first when it is not."""
     from k3ray.actors.supernode import connect, ensure_up, is_up
     from k3ray.serve.app import deploy
 
+    if checkpoint is not None:
+        Checkpoint.open(checkpoint)  # refused here, before anything is started
     home, local, narrator = home_from_environment(), read_cluster(cluster), Narrator()
-    by_its_own_spec = config is None and preset is None and not overrides and is_up(home)
+    chosen = [*(overrides or []), *([f"checkpoint={checkpoint.absolute()}"] if checkpoint else [])]
+    by_its_own_spec = config is None and preset is None and not chosen and is_up(home)
     with narrator.phase("bringing the supernode up"):
         if by_its_own_spec:
             supernode = connect(home)
         else:
-            spec = read_spec(config, overrides or [], preset)
+            spec = read_spec(config, chosen, preset)
             supernode = ensure_up(spec, home, local, say=narrator.say)
     with narrator.phase("deploying the endpoint"):
         url = deploy(supernode, port=port)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 
 from k3ray.config.model import ModelConfig
 from k3ray.config.presets import PRESETS
@@ -12,11 +13,14 @@ from k3ray.errors import ConfigError
 
 
 def resolve_model(spec: SupernodeSpec) -> ModelConfig:
-    """The model config of `spec`: its `model_config_file` where one is named, else its preset.
+    """The model config of `spec`: that of its `checkpoint`, or of its `model_config_file`, where
+    one is named, else its preset.
 
     Raises:
         ConfigError: unknown preset (the nearest known one is named), unreadable or invalid file.
     """
+    if spec.checkpoint is not None:
+        return read_release_config(str(Path(spec.checkpoint) / "config.json"))
     if spec.model_config_file is not None:
         return read_release_config(spec.model_config_file)
     return preset_config(spec.preset)

@@ -74,12 +74,14 @@ class SupernodeSpec(Strict):
 
     `partition`, when given, lists for each group the experts it owns in every MoE layer (uneven
     allowed); otherwise the experts are split evenly and contiguously. `numeric_mode` is that of
-    serving and training alike.
+    serving and training alike. `checkpoint` is a folder in the release's layout: it gives the model
+    and the first version of a line that has none.
     """
 
     name: str = Field(default="k3", pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")
     preset: str = "k3-nano"
     model_config_file: str | None = None
+    checkpoint: str | None = None
     tokenizer_file: str | None = None
     line: str = "main"
     numeric_mode: NumericMode = NumericMode.DETERMINISTIC
@@ -96,6 +98,12 @@ class SupernodeSpec(Strict):
     lanes: LanesConfig = LanesConfig()
     endpoint: EndpointConfig = EndpointConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
+
+    @model_validator(mode="after")
+    def _one_source_of_the_model(self) -> Self:
+        if self.checkpoint is not None and self.model_config_file is not None:
+            raise ValueError("checkpoint brings its own model: drop model_config_file")
+        return self
 
     @model_validator(mode="after")
     def _partition_matches_groups(self) -> Self:

@@ -37,9 +37,9 @@ class CheckpointScorer:
         checkpoint = Checkpoint.open(path)
         self.text: TextConfig = checkpoint.model.text_config
         self._numeric = numeric
-        self._model = K3Model(self.text, numeric=numeric)
-        self._model.load_state_dict(read_dense(checkpoint), strict=True)
-        self._model.requires_grad_(requires_grad=False)
+        self.model = K3Model(self.text, numeric=numeric)
+        self.model.load_state_dict(read_dense(checkpoint), strict=True)
+        self.model.requires_grad_(requires_grad=False)
         bank = ExpertBank(self.text, all_experts(self.text))
         bank.load_version(_VERSION, {
             name: tensor
@@ -65,7 +65,7 @@ class CheckpointScorer:
             part_T = tokens_T[start : start + PREFILL_TOKENS]
             span = SeqSpan(slot=0, pages=tuple(range(num_pages)), start=start, length=len(part_T))
             parts.append(
-                self._model.forward_serve(part_T, [span], state, self._executor, all_rows=True)
+                self.model.forward_serve(part_T, [span], state, self._executor, all_rows=True)
             )
         return torch.cat(parts)
 
