@@ -23,6 +23,7 @@ from k3ray.weights.manifest import EntryKind, ShardInfo
 from k3ray.weights.store import StagedEntry, WeightStore
 
 _SPEED_STEPS = 10
+LAST_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,8 @@ class LineState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """How a run ended; losses in nats per token, None when no step ran."""
+    """How a run ended; losses in nats per token, None when no step ran. `last_loss` is the mean of
+    the last `LAST_STEPS` steps, because one small batch says little."""
 
     step: int
     first_loss: float | None
@@ -93,7 +95,7 @@ class TrainLoop:
         self._evaluate = evaluate
         self._recent: deque[tuple[float, int]] = deque(maxlen=_SPEED_STEPS + 1)
         self._first_loss: float | None = None
-        self._last_loss: float | None = None
+        self._last_losses: deque[float] = deque(maxlen=LAST_STEPS)
         self._eval: EvalResult | None = None
         self.state = LineState()
 
@@ -113,10 +115,11 @@ class TrainLoop:
                 ended = self._work()
             except StepAbortedError as error:
                 self._recover(error)
-        state = self.state
-        self._tell("ended", step=state.step, first_loss=self._first_loss, loss=self._last_loss)
+        state, last = self.state, self._last_losses
+        last_loss = sum(last) / len(last) if last else None
+        self._tell("ended", step=state.step, first_loss=self._first_loss, loss=last_loss)
         return TrainResult(
-            step=state.step, first_loss=self._first_loss, last_loss=self._last_loss,
+            step=state.step, first_loss=self._first_loss, last_loss=last_loss,
             version=state.version, eval=self._eval,
         )  # fmt: skip
 
@@ -266,7 +269,7 @@ class TrainLoop:
     def _report(self, record: StepRecord) -> None:
         """Tell observers and the authority about a committed step."""
         self._first_loss = record.loss if self._first_loss is None else self._first_loss
-        self._last_loss = record.loss
+        self._last_losses.append(record.loss)
         self._recent.append((time.monotonic(), record.num_tokens))
         elapsed_s = max(1e-9, self._recent[-1][0] - self._recent[0][0])
         tokens = sum(count for _, count in self._recent) - self._recent[0][1]
