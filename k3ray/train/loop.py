@@ -269,7 +269,8 @@ class TrainLoop:
     def _report(self, record: StepRecord) -> None:
         """Tell observers and the authority about a committed step."""
         self._first_loss = record.loss if self._first_loss is None else self._first_loss
-        self._last_losses.append(record.loss)
+        if record.loss is not None:  # a skipped step has none
+            self._last_losses.append(record.loss)
         self._recent.append((time.monotonic(), record.num_tokens))
         elapsed_s = max(1e-9, self._recent[-1][0] - self._recent[0][0])
         tokens = sum(count for _, count in self._recent) - self._recent[0][1]
