@@ -14,7 +14,7 @@ from k3ray.config.supernode import SupernodeSpec
 from k3ray.control.ledger import Ledger
 from k3ray.errors import StoreError
 from k3ray.weights.manifest import EntryKind
-from k3ray.weights.store import StoreEntry, WeightStore
+from k3ray.weights.store import WeightStore
 from k3ray.weights.version import WeightVersion
 
 STALE_STAGING_S = 3600.0
@@ -38,7 +38,7 @@ def first_version(
         else store.latest(spec.line, EntryKind.VERSION)
     )
     if entry is not None:
-        _require_model(entry, text)
+        entry.require_model(config_digest(text))
         _require_origin(spec, store)
         return entry.version
     if spec.checkpoint is not None:
@@ -76,14 +76,3 @@ def _require_origin(spec: SupernodeSpec, store: WeightStore) -> None:
                 remedy="use another line or another K3RAY_HOME, or drop the checkpoint",
                 version=str(entry.version),
             )
-
-
-def _require_model(entry: StoreEntry, text: TextConfig) -> None:
-    written_by = entry.manifest.meta.get("model")
-    if written_by is not None and written_by != config_digest(text):
-        raise StoreError(
-            f"{entry.version} was written by another model config ({str(written_by)[:12]}, this "
-            f"spec has {config_digest(text)[:12]})",
-            remedy="use the preset it was trained with, another line, or another K3RAY_HOME",
-            version=str(entry.version),
-        )

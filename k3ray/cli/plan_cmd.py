@@ -102,6 +102,7 @@ def render(document: dict[str, Any]) -> str:
     parameters, serving = document["parameters"], document["serving"]
     training, state = document["training"], document["state_bytes_per_request"]
     offloaded = training["min_accelerators_offloaded"]
+    per_parameter = " + ".join(f"{k} {v}" for k, v in training["bytes_per_parameter"].items())
     lines = [
         "parameters",
         *(f"  {name:<15} {value:>22,}" for name, value in parameters.items()),
@@ -118,7 +119,7 @@ def render(document: dict[str, Any]) -> str:
         f"  free/rank       {gib(serving['free_bytes']):>22}",
         f"  full-context requests per stack {serving['requests_per_stack']:>6}",
         f"  {'fits' if serving['fits'] else 'DOES NOT FIT'}",
-        "training (float32 master 4 + moments 8 + gradient 4 + shadow 12 bytes per parameter)",
+        f"training (float32 {per_parameter} bytes per parameter)",
         f"  all state       {gib(training['state_bytes']):>22}",
         f"  without offload {training['min_accelerators']:>22,} accelerators at least"
         f" ({'fits' if training['fits'] else 'does not fit'})",

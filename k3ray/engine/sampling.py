@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from k3ray.engine.request import SamplingParams
 from k3ray.errors import BadRequestError
-from k3ray.ops.logprobs import log_normaliser
+from k3ray.ops.logprobs import exponentials
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
@@ -65,8 +65,8 @@ def sample(
         The token; log-probabilities are those of the unmodified logits.
     """
     raw_V = logits_V.astype(np.float64)
-    weights_V = np.exp(raw_V - raw_V.max())
-    log_total = float(log_normaliser(raw_V))
+    weights_V, log_total_scalar = exponentials(raw_V)
+    log_total = float(log_total_scalar)
     changed = bool(params.logit_bias) or bool(
         counts and (params.presence_penalty or params.frequency_penalty)
     )

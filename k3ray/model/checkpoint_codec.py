@@ -8,7 +8,6 @@ refused. Legend: E8M0 scales are bytes, see `ops.mxfp`.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 
@@ -16,6 +15,7 @@ import torch
 
 from k3ray.config.model import ModelConfig, TextConfig
 from k3ray.errors import CheckpointError
+from k3ray.model.init import keyed_generator
 from k3ray.model.k3 import K3Model
 from k3ray.ops.mxfp import NAN_SCALE, mxfp4_dequantize, mxfp4_quantize
 from k3ray.weights.checkpoint import Checkpoint
@@ -125,23 +125,18 @@ def source_of(read_tensor: ReadTensor) -> ReadBytes:
     """A source of text tensors in any format from float32 ones by the model's names.
 
     Args:
-        read_tensor: Asked for a matrix twice in a row when it is packed: its codes, its scales.
+        read_tensor: Asked once for a matrix that is packed: its codes and scales are neighbours.
     """
-    last: tuple[str, torch.Tensor] | None = None
+
+    @lru_cache(maxsize=1)
+    def packed(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return mxfp4_quantize(read_tensor(name))
 
     def read(spec: TensorSpec) -> memoryview:
-        nonlocal last
         own = spec.name.removeprefix(TEXT_PREFIX)
-        if own.endswith(PACKED):
-            name = own.replace(PACKED, ".weight")
-            packed, scales = mxfp4_quantize(read_tensor(name))
-            last = (name, scales)
-            return to_bytes(packed, spec)
-        if own.endswith(SCALE):
-            name = own.replace(SCALE, ".weight")
-            if last is None or last[0] != name:
-                last = (name, mxfp4_quantize(read_tensor(name))[1])
-            return to_bytes(last[1], spec)
+        for part, suffix in enumerate((PACKED, SCALE)):
+            if own.endswith(suffix):
+                return to_bytes(packed(own.replace(suffix, ".weight"))[part], spec)
         tensor = read_tensor(own)
         if own.endswith(".A_log"):
             tensor = torch.cat((tensor, tensor.new_zeros(spec.shape[0] - len(tensor))))
@@ -169,7 +164,6 @@ def random_source(model: ModelConfig, seed: int) -> ReadBytes:
 
 def _random_text(cfg: TextConfig, seed: int, name: str) -> torch.Tensor:
     generator = _generator(seed, name)
-
     found = parse_expert_tensor(name)
     if found is None:
         shape = _dense_shapes(cfg)[name]
@@ -191,8 +185,7 @@ def _dense_shapes(cfg: TextConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
-    digest = hashlib.sha256(f"checkpoint/{seed}/{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return keyed_generator(f"checkpoint/{seed}/{name}")
 
 
 def _finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:

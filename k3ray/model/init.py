@@ -44,7 +44,7 @@ def init_expert(cfg: TextConfig, layer: int, expert: int, seed: int) -> ExpertWe
     Returns:
         Three float32 CPU tensors.
     """
-    generator = _generator(seed, f"expert.{layer}.{expert}")
+    generator = keyed_generator(f"{seed}/expert.{layer}.{expert}")
     inner, latent = cfg.moe_intermediate_size, cfg.routed_expert_hidden_size
 
     def draw(rows: int, cols: int) -> torch.Tensor:
@@ -65,7 +65,7 @@ def init_dense(model: nn.Module, seed: int, *, std: float = 0.02) -> None:
         std: Standard deviation of linear weights (`initializer_range`).
     """
     for name, tensor in model.state_dict(keep_vars=True).items():
-        tensor.copy_(_fresh(name, tensor.shape, _generator(seed, name), std))
+        tensor.copy_(_fresh(name, tensor.shape, keyed_generator(f"{seed}/{name}"), std))
 
 
 def _fresh(name: str, shape: torch.Size, generator: torch.Generator, std: float) -> torch.Tensor:
@@ -86,6 +86,7 @@ def _fresh(name: str, shape: torch.Size, generator: torch.Generator, std: float)
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
-def _generator(seed: int, name: str) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+def keyed_generator(key: str) -> torch.Generator:
+    """A CPU generator whose numbers depend on `key` only."""
+    digest = hashlib.sha256(key.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -16,6 +16,7 @@ from k3ray.model.expert_stack import all_experts
 from k3ray.model.k3 import K3Model
 from k3ray.model.local_executor import LocalExecutor
 from k3ray.model.serve_state import SeqSpan, ServeState
+from k3ray.ops.ragged import CHUNK
 from k3ray.weights.checkpoint import Checkpoint
 
 PREFILL_TOKENS = 256
@@ -58,7 +59,7 @@ class CheckpointScorer:
         """
         self._check(token_ids)
         tokens_T = torch.tensor(list(token_ids), dtype=torch.int64)
-        num_pages = -(-len(tokens_T) // 64)
+        num_pages = -(-len(tokens_T) // CHUNK)
         state = ServeState(self.text, num_slots=1, num_pages=num_pages, numeric=self._numeric)
         parts = []
         for start in range(0, len(tokens_T), PREFILL_TOKENS):

@@ -42,11 +42,11 @@ class SeqSpan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSnapshot:
     """A copy of one slot: recurrent [A, H, K, V] float32, convolution [A, 3, 3P] and, in
-    deterministic mode, open chunk [A, R, W] float32."""
+    deterministic mode, open chunk [A, 1, R, W] float32 (fast mode: no rows of it)."""
 
     recurrent_AHKV: torch.Tensor
     conv_AWC: torch.Tensor
-    open_ARW: torch.Tensor
+    open_A1RW: torch.Tensor
 
 
 class ServeState:
@@ -122,15 +122,14 @@ class ServeState:
         return SlotSnapshot(
             recurrent_AHKV=self.recurrent_ANHKV[:, slot].clone(),
             conv_AWC=self.conv_ANWC[:, slot].clone(),
-            open_ARW=self.open_ANRW[:, slot : slot + 1].squeeze(1).clone(),
+            open_A1RW=self.open_ANRW[:, slot : slot + 1].clone(),
         )
 
     def restore(self, slot: int, snap: SlotSnapshot) -> None:
         """Write a snapshot into a slot (any slot)."""
         self.recurrent_ANHKV[:, slot].copy_(snap.recurrent_AHKV)
         self.conv_ANWC[:, slot].copy_(snap.conv_AWC)
-        if self.numeric is NumericMode.DETERMINISTIC:
-            self.open_ANRW[:, slot].copy_(snap.open_ARW)
+        self.open_ANRW[:, slot : slot + 1].copy_(snap.open_A1RW)
 
     def reset_pages(self, pages: Sequence[int]) -> None:
         """Zero pages, so that nothing of their last owner (a NaN, say) is left."""

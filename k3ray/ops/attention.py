@@ -6,6 +6,9 @@ J cached keys, C cached channels (latent and shared key part), R latent channels
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import reduce
+
 import torch
 from torch.nn import functional
 
@@ -41,26 +44,13 @@ def causal_attention(
     value_dim = v_THE.shape[-1]
     # The fused CPU kernel wants one head dim; zero value channels cost little beside the rest.
     v_THD = functional.pad(v_THE, (0, q_THD.shape[-1] - value_dim))
-    lengths = sorted(set(layout.lengths))
-    if len(lengths) == 1:
-        return _equal_lengths(q_THD, k_THD, v_THD, lengths[0], scale)[..., :value_dim]
-    device = q_THD.device
-    parts, rows = [], []
-    for length in lengths:
-        starts = [
-            start
-            for start, n in zip(layout.cu_seqlens, layout.lengths, strict=False)
-            if n == length
-        ]
-        index = (
-            torch.tensor(starts, device=device)[:, None] + torch.arange(length, device=device)
-        ).flatten()
-        q, k, v = (x.index_select(0, index) for x in (q_THD, k_THD, v_THD))
-        parts.append(_equal_lengths(q, k, v, length, scale))
-        rows.append(index)
-    order = torch.cat(rows)
-    inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=device))
-    return torch.cat(parts).index_select(0, inverse)[..., :value_dim]
+
+    def attend(q_SLHD: torch.Tensor, k_SLHD: torch.Tensor, v_SLHD: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q_SLHD, k_SLHD, v_SLHD))
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return out.transpose(1, 2)
+
+    return _by_length((q_THD, k_THD, v_THD), layout, attend)[..., :value_dim]
 
 
 def latent_attention(
@@ -162,31 +152,19 @@ def documents_attention(
     Returns:
         [T, H, R].
     """
-    device = q_THC.device
-    parts, indices = [], []
-    for length in sorted(set(layout.lengths)):
-        starts = torch.tensor(
-            [s for s, n in zip(layout.cu_seqlens, layout.lengths, strict=False) if n == length],
-            device=device,
-        )
-        positions_L = torch.arange(length, device=device)
-        index_SL = starts[:, None] + positions_L
-        rows_SLC = rows_TC[index_SL]
+
+    def attend(q_SLHC: torch.Tensor, rows_SLC: torch.Tensor) -> torch.Tensor:
+        docs, length, channels = rows_SLC.shape
         padded_SNC = functional.pad(rows_SLC, (0, 0, 0, -length % CHUNK))
-        mixed_SLHR = paged_attention(
-            q_THC[index_SL],
-            padded_SNC.view(len(starts), -1, CHUNK, padded_SNC.shape[-1]),
-            positions_L.expand(len(starts), length),
+        return paged_attention(
+            q_SLHC,
+            padded_SNC.view(docs, -1, CHUNK, channels),
+            torch.arange(length, device=q_SLHC.device).expand(docs, length),
             latent_dim=latent_dim,
             scale=scale,
         )
-        parts.append(mixed_SLHR.flatten(0, 1))
-        indices.append(index_SL.flatten())
-    if len(parts) == 1:
-        return parts[0]
-    order = torch.cat(indices)
-    inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=device))
-    return torch.cat(parts).index_select(0, inverse)
+
+    return _by_length((q_THC, rows_TC), layout, attend)
 
 
 def _pages_block(
@@ -210,23 +188,50 @@ def _pages_block(
         hidden_SMJ = key_J + page * size > position_SM[..., None]
         scores.append(products_SMJ.masked_fill(hidden_SMJ, float("-inf")))
     top_SM1 = torch.stack([s.detach().amax(-1) for s in scores]).amax(0).unsqueeze(-1)
-    total_SM1: torch.Tensor | None = None
-    mixed_SMR: torch.Tensor | None = None
-    for page in range(pages):
+
+    def sums(page: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A page's part of the denominator [S, M, 1] and of the numerator [S, M, R]."""
         exps_SMJ = (scores[page] - top_SM1).exp()
-        sum_SM1 = exps_SMJ.sum(-1, keepdim=True)
-        product_SMR = torch.bmm(exps_SMJ, pages_SPJC[:, page, :, :latent_dim])
-        total_SM1 = sum_SM1 if total_SM1 is None else total_SM1 + sum_SM1
-        mixed_SMR = product_SMR if mixed_SMR is None else mixed_SMR + product_SMR
-    assert total_SM1 is not None
-    assert mixed_SMR is not None
+        values_SJR = pages_SPJC[:, page, :, :latent_dim]
+        return exps_SMJ.sum(-1, keepdim=True), torch.bmm(exps_SMJ, values_SJR)
+
+    total_SM1, mixed_SMR = reduce(
+        lambda left, right: (left[0] + right[0], left[1] + right[1]), map(sums, range(pages))
+    )
     return (mixed_SMR / total_SM1)[:, :rows].reshape(seqs, length, heads, latent_dim)
 
 
-def _equal_lengths(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, length: int, scale: float
+def _by_length(
+    tensors_T: tuple[torch.Tensor, ...],
+    layout: RaggedLayout,
+    attend: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """[T, H, D] of T / length documents back to back."""
-    q, k, v = (x.reshape(-1, length, *x.shape[1:]).transpose(1, 2) for x in (q_THD, k_THD, v_THD))
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    return out.transpose(1, 2).flatten(0, 1)
+    """Run `attend` once for all documents of each length.
+
+    Args:
+        tensors_T: Each [T, ...].
+        layout: Of the documents.
+        attend: Takes them as [S, L, ...] of S documents of length L; returns [S, L, ...].
+
+    Returns:
+        [T, ...] of what `attend` returned.
+    """
+    lengths = sorted(set(layout.lengths))
+    if len(lengths) == 1:
+        return attend(*(x.reshape(-1, lengths[0], *x.shape[1:]) for x in tensors_T)).flatten(0, 1)
+    device = tensors_T[0].device
+    parts, indices = [], []
+    for length in lengths:
+        starts = [
+            start
+            for start, n in zip(layout.cu_seqlens, layout.lengths, strict=False)
+            if n == length
+        ]
+        index_SL = torch.tensor(starts, device=device)[:, None] + torch.arange(
+            length, device=device
+        )
+        parts.append(attend(*(x[index_SL] for x in tensors_T)).flatten(0, 1))
+        indices.append(index_SL.flatten())
+    order = torch.cat(indices)
+    inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=device))
+    return torch.cat(parts).index_select(0, inverse)

@@ -10,13 +10,22 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+Floats = npt.NDArray[np.float64]
 
-def log_normaliser(raw_TV: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """[T] log of the sum of exp over the vocabulary; a lone row [V] gives a scalar array."""
+
+def exponentials(raw_TV: Floats) -> tuple[Floats, Floats]:
+    """What a softmax is made of.
+
+    Args:
+        raw_TV: [T, V] logits, or one row [V].
+
+    Returns:
+        ([T, V] exp of the logits minus their largest, [T] log of the sum of exp of the logits).
+    """
     peak_T1 = raw_TV.max(axis=-1, keepdims=True)
-    total_T: npt.NDArray[np.float64] = np.log(np.exp(raw_TV - peak_T1).sum(axis=-1))
-    shifted_T: npt.NDArray[np.float64] = total_T + peak_T1[..., 0]
-    return shifted_T
+    weights_TV = np.exp(raw_TV - peak_T1)
+    log_total_T: Floats = np.log(weights_TV.sum(axis=-1)) + peak_T1[..., 0]
+    return weights_TV, log_total_T
 
 
 def token_logprobs(
@@ -33,4 +42,5 @@ def token_logprobs(
     """
     raw_TV = np.ascontiguousarray(logits_TV, dtype=np.float64)
     chosen_T = raw_TV[np.arange(len(targets_T)), targets_T]
-    return (chosen_T - log_normaliser(raw_TV)).astype(np.float32)
+    _, log_total_T = exponentials(raw_TV)
+    return (chosen_T - log_total_T).astype(np.float32)

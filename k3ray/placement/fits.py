@@ -13,10 +13,11 @@ import psutil
 
 from k3ray.config.cluster import LocalClusterConfig
 from k3ray.config.count import count_parameters
-from k3ray.config.model import LayerKind, TextConfig
+from k3ray.config.model import TextConfig
 from k3ray.config.resolve import resolve_model
 from k3ray.config.supernode import SupernodeSpec
 from k3ray.errors import PlacementError
+from k3ray.placement.memory_plan import CHUNK, cache_bytes_per_token, request_state
 
 BYTES_FP32 = 4
 PROCESS_BYTES = 350 * 1024 * 1024
@@ -35,13 +36,9 @@ def group_bytes(text: TextConfig, num_experts: int, max_live_versions: int) -> i
 def stack_bytes(text: TextConfig, spec: SupernodeSpec) -> int:
     """Bytes of one attention stack: dense versions, latent pages, KDA state slots."""
     parameters = count_parameters(text).dense * (spec.max_live_versions + 1)
-    kinds = text.layer_kinds
-    page = 64 * (text.kv_lora_rank + text.qk_rope_head_dim)
-    linear = text.linear_attn_config
-    slot = linear.num_heads * linear.head_dim * linear.head_dim
-    state = spec.engine.num_pages * page * kinds.count(LayerKind.MLA)
-    state += spec.engine.max_running * slot * kinds.count(LayerKind.KDA)
-    return PROCESS_BYTES + BYTES_FP32 * (parameters + state)
+    pages = spec.engine.num_pages * CHUNK * cache_bytes_per_token(text, BYTES_FP32)
+    slots = spec.engine.max_running * request_state(text, BYTES_FP32, spec.numeric_mode).total
+    return PROCESS_BYTES + BYTES_FP32 * parameters + pages + slots
 
 
 def check_fits(

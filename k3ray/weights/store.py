@@ -78,6 +78,17 @@ class StoreEntry:
             result.update(read_tensors(_shard_path(self.path, shard), infos))
         return result
 
+    def require_model(self, digest: str) -> None:
+        """Raise `StoreError` when the entry says that another model config wrote it."""
+        written_by = self.manifest.meta.get("model")
+        if written_by is not None and written_by != digest:
+            raise StoreError(
+                f"{self.version} was written by another model config ({str(written_by)[:12]}, "
+                f"wanted {digest[:12]})",
+                remedy="use the preset it was trained with, another line, or another K3RAY_HOME",
+                version=str(self.version),
+            )
+
     def verify(self) -> None:
         """Read everything once; raises `StoreError` at the first damaged tensor."""
         for shard in self.manifest.shards:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,11 +21,12 @@ from k3ray.engine.request import Request, SamplingParams
 from k3ray.model.batch import PackedBatch
 from k3ray.model.executor import ExpertExecutor
 from k3ray.model.expert_bank import ExpertBank
-from k3ray.model.expert_stack import all_experts, init_stacks
+from k3ray.model.expert_stack import all_experts
 from k3ray.model.k3 import K3Model
 from k3ray.model.local_executor import LocalExecutor
 from k3ray.model.serve_state import ServeState
 from k3ray.ops.logprobs import token_logprobs
+from tests.support.direct_client import loud_experts
 from tests.support.local_stack import dense_tensors, local_bank, local_engine
 from tests.support.schedules import VERSION, partitioned_executor, serve_by_schedule
 
@@ -65,16 +65,9 @@ def model() -> K3Model:
 
 
 @pytest.fixture(scope="module")
-def expert_tensors() -> Mapping[str, torch.Tensor]:
-    stacks = init_stacks(CFG, all_experts(CFG), seed=4)
-    return {n: t * 10 for layer, s in stacks.items() for n, t in s.named(layer).items()}
-
-
-@pytest.fixture(scope="module")
-def executors(
-    expert_tensors: Mapping[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactory
-) -> list[ExpertExecutor]:
+def executors(tmp_path_factory: pytest.TempPathFactory) -> list[ExpertExecutor]:
     """One local, the others over groups."""
+    expert_tensors = loud_experts(CFG)
     bank = ExpertBank(CFG, all_experts(CFG))
     bank.load_version(VERSION, expert_tensors)
     store: Path = tmp_path_factory.mktemp("store")

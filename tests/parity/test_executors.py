@@ -4,18 +4,21 @@ import numpy as np
 import pytest
 import torch
 
-from k3ray.actors.group_handler import GroupHandler
 from k3ray.config.presets import PRESETS
 from k3ray.errors import PeerLostError, StaleVersionError
 from k3ray.model.disaggregated import DisaggregatedExecutor, HopLimits
 from k3ray.model.expert_bank import ExpertBank
-from k3ray.model.expert_stack import all_experts, init_stacks
+from k3ray.model.expert_stack import all_experts
 from k3ray.model.group_links import GroupLinks
 from k3ray.model.local_executor import LocalExecutor
-from k3ray.placement.partition import homes_of_partition, replace_peer
-from k3ray.placement.plan import PlacementPlan
-from k3ray.weights.store import WeightStore
-from tests.support.direct_client import DirectClient, PlanBox, peer_of
+from k3ray.placement.partition import replace_peer
+from tests.support.direct_client import (
+    PlanBox,
+    group_handler,
+    loud_experts,
+    peer_of,
+    serve_partition,
+)
 
 CFG = PRESETS["k3-tiny"].text_config
 VERSION = "main@1-aaaaaaaaaaaa"
@@ -29,26 +32,12 @@ PARTITIONS = {
 }
 
 
-def _tensors():
-    stacks = init_stacks(CFG, all_experts(CFG), seed=4)
-    return {n: t * 10 for layer, s in stacks.items() for n, t in s.named(layer).items()}
-
-
 def _handler(experts, tmp_path):
-    handler = GroupHandler(
-        CFG, dict.fromkeys(CFG.moe_layers, experts), store=WeightStore(tmp_path), line="main"
-    )
-    handler.load_version(VERSION, _tensors())
-    return handler
+    return group_handler(CFG, loud_experts(CFG), experts, tmp_path, version=VERSION)
 
 
 def _remote(partition, tmp_path):
-    groups = [f"group-{index}" for index in range(len(partition))]
-    client = DirectClient()
-    peers = {group: peer_of(group, 1) for group in groups}
-    for group, experts in zip(groups, partition, strict=True):
-        client.handlers[peers[group].incarnation] = _handler(experts, tmp_path)
-    plan = PlacementPlan(version=1, homes=homes_of_partition(partition, groups, CFG), peers=peers)
+    client, plan = serve_partition(CFG, loud_experts(CFG), partition, tmp_path, version=VERSION)
     return client, PlanBox(plan)
 
 
@@ -65,7 +54,7 @@ def _batch(num_tokens):
 
 def _local(num_tokens):
     bank = ExpertBank(CFG, all_experts(CFG))
-    bank.load_version(VERSION, _tensors())
+    bank.load_version(VERSION, loud_experts(CFG))
     executor = LocalExecutor(bank, version=VERSION)
     return [executor.forward(layer, *_batch(num_tokens)) for layer in CFG.moe_layers]
 

@@ -6,15 +6,23 @@ them. Real clients are covered by the transport's own contract tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
+
+from k3ray.actors.group_handler import GroupHandler
 from k3ray.clock import Deadline
+from k3ray.config.model import TextConfig
 from k3ray.errors import K3RayError, PeerLostError
 from k3ray.ids import Incarnation
 from k3ray.model.expert_math import finish
+from k3ray.model.expert_stack import all_experts, init_stacks
+from k3ray.placement.partition import homes_of_partition
 from k3ray.placement.plan import GroupPeer, PlacementPlan
 from k3ray.transport.protocol import Handler, Lane, Message, Pending
+from k3ray.weights.store import WeightStore
 
 Observer = Callable[[Incarnation, Message], None]
 
@@ -106,3 +114,43 @@ class PlanBox:
 def peer_of(group: str, term: int) -> GroupPeer:
     """A peer without a real endpoint."""
     return GroupPeer(incarnation=Incarnation(actor=group, term=term), endpoint=f"direct:{group}")
+
+
+def group_handler(
+    cfg: TextConfig,
+    tensors: Mapping[str, torch.Tensor],
+    experts: Sequence[int],
+    store_dir: Path,
+    *,
+    version: str,
+) -> GroupHandler:
+    """A group that holds these experts of every layer, with one version."""
+    owned = dict.fromkeys(cfg.moe_layers, tuple(experts))
+    handler = GroupHandler(cfg, owned, store=WeightStore(store_dir), line="main")
+    handler.load_version(version, tensors)
+    return handler
+
+
+def serve_partition(
+    cfg: TextConfig,
+    tensors: Mapping[str, torch.Tensor],
+    partition: Sequence[Sequence[int]],
+    store_dir: Path,
+    *,
+    version: str,
+) -> tuple[DirectClient, PlacementPlan]:
+    """A client of one group per part, and the plan that says so."""
+    client = DirectClient()
+    groups = [f"group-{index}" for index in range(len(partition))]
+    peers = {group: peer_of(group, 1) for group in groups}
+    for group, experts in zip(groups, partition, strict=True):
+        handler = group_handler(cfg, tensors, experts, store_dir, version=version)
+        client.handlers[peers[group].incarnation] = handler
+    homes = homes_of_partition(partition, groups, cfg)
+    return client, PlacementPlan(version=1, homes=homes, peers=peers)
+
+
+def loud_experts(cfg: TextConfig) -> dict[str, torch.Tensor]:
+    """All routed experts by name, ten times their usual size, so that they matter."""
+    stacks = init_stacks(cfg, all_experts(cfg), seed=4)
+    return {n: t * 10 for layer, s in stacks.items() for n, t in s.named(layer).items()}

@@ -9,17 +9,13 @@ from pathlib import Path
 
 import torch
 
-from k3ray.actors.group_handler import GroupHandler
 from k3ray.config.model import TextConfig
 from k3ray.model.disaggregated import DisaggregatedExecutor
 from k3ray.model.executor import ExpertExecutor
 from k3ray.model.group_links import FixedPlan, GroupLinks
 from k3ray.model.k3 import K3Model
 from k3ray.model.serve_state import SeqSpan, ServeState
-from k3ray.placement.partition import homes_of_partition
-from k3ray.placement.plan import PlacementPlan
-from k3ray.weights.store import WeightStore
-from tests.support.direct_client import DirectClient, peer_of
+from tests.support.direct_client import serve_partition
 
 PAGE = 64
 VERSION = "main@1-aaaaaaaaaaaa"
@@ -89,15 +85,5 @@ def partitioned_executor(
     store_dir: Path,
 ) -> DisaggregatedExecutor:
     """An executor over expert groups with these experts of every layer, in the caller's thread."""
-    client = DirectClient()
-    groups = [f"group-{index}" for index in range(len(partition))]
-    peers = {group: peer_of(group, 1) for group in groups}
-    for group, experts in zip(groups, partition, strict=True):
-        handler = GroupHandler(
-            cfg, dict.fromkeys(cfg.moe_layers, tuple(experts)), store=WeightStore(store_dir)
-        )
-        handler.load_version(VERSION, tensors)
-        client.handlers[peers[group].incarnation] = handler
-    homes = homes_of_partition(partition, groups, cfg)
-    plan = PlacementPlan(version=1, homes=homes, peers=peers)
+    client, plan = serve_partition(cfg, tensors, partition, store_dir, version=VERSION)
     return DisaggregatedExecutor(GroupLinks(client), FixedPlan(plan), version=VERSION)

@@ -59,12 +59,10 @@ def test_all_codes_at_all_scales() -> None:
     for byte in range(NAN_SCALE):
         scales = torch.full((256, 1), byte, dtype=torch.uint8)
         values = mxfp4_dequantize(codes, scales)
-        want = np.array([GRID[n & 7] * (-1 if n & 8 else 1) for n in (*range(16), *[0] * 16)])
         nibbles = np.stack((codes[0].numpy() & 15, codes[0].numpy() >> 4), -1).reshape(-1)
         table = np.array([*GRID, *(-v for v in GRID)])
         with np.errstate(over="ignore"):
             exact = (table[nibbles] * 2.0 ** (byte - 127)).astype(np.float32)
-        assert want is not None
         assert np.array_equal(values[0].numpy(), exact)
         if byte <= 252:  # finite
             half = mxfp4_dequantize(codes, scales, dtype=torch.bfloat16)

@@ -345,6 +345,7 @@ def test_many_clients_that_leave_at_random_leave_nothing(
     counters = endpoint.service.counters
     until(lambda: counters.running == 0 and counters.streams == 0, limit_s=3.0)
     until(lambda: router.pins == {})
+    assert (counters.running, counters.streams, router.pins) == (0, 0, {})
 
 
 def test_a_failed_run_is_an_error_event(endpoint: Endpoint, router: ScriptedRouter) -> None:
