@@ -16,8 +16,11 @@ from typing import Any
 from k3ray.engine.request import SamplingParams
 from k3ray.errors import BadRequestError, ContextLengthError, UnknownModelError
 from k3ray.serve.api_fields import ChatBody, CompletionBody, SamplingBody, read_body
-from k3ray.serve.api_json import bad_field, parse_json_object, shown
-from k3ray.serve.api_messages import Message, read_messages, read_prompts
+from k3ray.serve.api_prompts import read_prompts
+from k3ray.serve.api_turn import read_turn
+from k3ray.text.chat import NO_OPTIONS, ChatMessage, TurnOptions
+from k3ray.text.chat_reader import read_messages
+from k3ray.text.strict_json import bad_field, parse_json_object, shown
 
 MODEL_ALIAS = "kimi-k3"
 _NOT_IN_DIGEST = ("stream", "stream_options")
@@ -35,19 +38,21 @@ class Call:
     """One checked HTTP request.
 
     Args:
-        messages: Chat only.
+        messages, turn, thinking: Chat only; `thinking` is None for the endpoint's default, and
+            stands above `turn.thinking`.
         prompts: Completions only: texts or token ids, one per prompt.
         max_tokens: None means the endpoint's default.
         seed: None means that the ingress draws one.
         logprobs: Whether log-probabilities are sent; `sampling.num_logprobs` is the number of
             alternatives beside each token's own.
-        thinking: Whether the answer starts in the think channel; None is the endpoint's default.
         digest: Of everything but how the answer is delivered.
     """
 
     kind: CallKind
     model: str
-    messages: tuple[Message, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
+    turn: TurnOptions = NO_OPTIONS
+    thinking: bool | None = None
     prompts: tuple[str | tuple[int, ...], ...] = ()
     sampling: SamplingParams
     max_tokens: int | None
@@ -59,7 +64,6 @@ class Call:
     stream: bool
     include_usage: bool
     return_token_ids: bool
-    thinking: bool | None = None
     digest: str
 
 
@@ -76,10 +80,13 @@ def parse_chat(body: bytes, *, models: Collection[str]) -> Call:
     if fields.top_logprobs and not fields.logprobs:
         raise bad_field("top_logprobs", "needs logprobs to be true")
     longest = fields.max_completion_tokens
+    messages = read_messages(fields.messages)
+    thinking, turn = read_turn(fields, messages)
     return Call(
         kind=CallKind.CHAT,
-        messages=read_messages(fields.messages),
-        thinking=_thinking(fields),
+        messages=messages,
+        turn=turn,
+        thinking=thinking,
         **_common(fields, document, logprobs=bool(fields.logprobs), top=fields.top_logprobs or 0),
         max_tokens=fields.max_tokens if longest is None else longest,
     )
@@ -173,26 +180,6 @@ def _check_model(model: str, models: Collection[str]) -> None:
             remedy=f"use one of {', '.join(sorted(models))}",
             param="model",
         )
-
-
-def _thinking(fields: ChatBody) -> bool | None:
-    """Thinking on or off, from OpenAI's or the template's own fields."""
-    kwargs = fields.chat_template_kwargs or {}
-    for key in kwargs:
-        if key not in ("thinking", "thinking_effort", "preserve_thinking"):
-            raise bad_field(f"chat_template_kwargs.{key}", "is not a known field")
-    thinking = kwargs.get("thinking")
-    if thinking is not None and not isinstance(thinking, bool):
-        raise bad_field("chat_template_kwargs.thinking", "must be true or false")
-    for param, effort in (
-        ("reasoning_effort", fields.reasoning_effort),
-        ("chat_template_kwargs.thinking_effort", kwargs.get("thinking_effort")),
-    ):
-        if effort not in (None, "none", "max"):
-            raise bad_field(param, f'{shown(effort)} is not supported yet, only "none" and "max"')
-        if effort is not None and thinking is None:
-            thinking = effort == "max"
-    return thinking
 
 
 def _digest(document: Mapping[str, Any]) -> str:

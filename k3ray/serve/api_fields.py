@@ -2,7 +2,7 @@
 
 Pydantic models of the edge only: `ChatBody` and `CompletionBody` share `SamplingBody`. Fields that
 change nothing here (`user`, `metadata`, ...) are accepted; fields that would change the answer and
-are not supported yet (`tools`, `suffix`, ...) are refused by name; unknown ones too.
+are not supported yet (`functions`, `suffix`, ...) are refused by name; unknown ones too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from k3ray.errors import BadRequestError
-from k3ray.serve.api_json import bad_field, json_kind, shown
+from k3ray.text.strict_json import bad_field, json_kind, shown
 
 MAX_TOKENS = 1 << 20
 MAX_CHOICES = 8
@@ -65,11 +65,6 @@ def _text_only(value: Any) -> None:
         raise ValueError('only {"type": "text"} is supported yet; leave it out')
 
 
-def _no_tool_choice(value: Any) -> None:
-    if value not in (None, "none", "auto"):
-        _unsupported(value)
-
-
 def _only_text_modality(value: Any) -> None:
     if value != ["text"]:
         _unsupported(value)
@@ -107,7 +102,6 @@ class SamplingBody(_Body):
     logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] = {}
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: Annotated[None, BeforeValidator(_text_only)] = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     user: str | None = None
@@ -119,18 +113,20 @@ class SamplingBody(_Body):
 
 
 class ChatBody(SamplingBody):
-    """`/v1/chat/completions`; `messages` is checked by `api_messages`."""
+    """`/v1/chat/completions`; `text.chat_reader` and `api_turn` check what is `Any` here."""
 
     messages: Any
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     reasoning_effort: str | None = None
+    thinking: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    response_format: Any = None
     parallel_tool_calls: Ignored
     verbosity: Ignored
-    tools: Unsupported = None
-    tool_choice: Annotated[None, BeforeValidator(_no_tool_choice)] = None
     functions: Unsupported = None
     function_call: Unsupported = None
     audio: Unsupported = None
@@ -147,6 +143,7 @@ class CompletionBody(SamplingBody):
     echo: bool | None = None
     best_of: int | None = Field(default=None, ge=1, le=1)
     suffix: Unsupported = None
+    response_format: Annotated[None, BeforeValidator(_text_only)] = None
 
 
 BodyT = TypeVar("BodyT", bound=SamplingBody)

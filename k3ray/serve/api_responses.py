@@ -5,12 +5,14 @@ Field order follows OpenAI's documentation. A stream's chunks concatenate to the
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from k3ray.serve.api import Call, CallKind
 from k3ray.serve.pieces import Alternative, Piece, SentToken
+from k3ray.text.xtml_parser import CallText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,8 @@ def stream_chunk(envelope: Envelope, choice: int, piece: Piece, *, offset: int) 
     """
     call = envelope.call
     if call.kind is CallKind.CHAT:
-        body = {"index": choice, "delta": _delta(piece), "finish_reason": piece.finish}
+        delta = _delta(piece, _CallIds(envelope.answer_id, choice))
+        body = {"index": choice, "delta": delta, "finish_reason": piece.finish}
         kind = "chat.completion.chunk"
     else:
         body = {"index": choice, "text": piece.content, "finish_reason": piece.finish}
@@ -65,10 +68,12 @@ def whole_answer(
 ) -> dict[str, Any]:
     """The answer of a request without `stream`."""
     chat = envelope.call.kind is CallKind.CHAT
-    build = _chat_choice if chat else _text_choice
     return {
         **envelope.fields("chat.completion" if chat else "text_completion"),
-        "choices": [build(envelope.call, i, pieces) for i, pieces in enumerate(choices)],
+        "choices": [
+            _chat_choice(envelope, i, pieces) if chat else _text_choice(envelope.call, i, pieces)
+            for i, pieces in enumerate(choices)
+        ],
         "usage": dict(usage),
     }
 
@@ -94,7 +99,18 @@ def model_object(name: str, *, created_s: int, context: int) -> dict[str, Any]:
     }
 
 
-def _delta(piece: Piece) -> dict[str, Any]:
+class _CallIds:
+    """Ids of the tool calls of one choice: unique to the answer, the same whenever it is read."""
+
+    def __init__(self, answer_id: str, choice: int) -> None:
+        self._seed = f"{answer_id}/{choice}"
+
+    def __getitem__(self, index: int) -> str:
+        digest = hashlib.blake2b(f"{self._seed}/{index}".encode(), digest_size=12)
+        return f"call_{digest.hexdigest()}"
+
+
+def _delta(piece: Piece, ids: _CallIds) -> dict[str, Any]:
     delta: dict[str, Any] = {}
     if piece.opens:
         delta["role"] = "assistant"
@@ -102,19 +118,44 @@ def _delta(piece: Piece) -> dict[str, Any]:
         delta["reasoning_content"] = piece.reasoning
     if piece.content or piece.opens:
         delta["content"] = piece.content
+    if piece.calls:
+        delta["tool_calls"] = [_call_delta(part, ids) for part in piece.calls]
     return delta
 
 
-def _chat_choice(call: Call, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+def _call_delta(part: CallText, ids: _CallIds) -> dict[str, Any]:
+    function: dict[str, Any] = {"arguments": part.arguments}
+    if part.tool is None:
+        return {"index": part.index, "function": function}
+    head = {"index": part.index, "id": ids[part.index], "type": "function"}
+    return {**head, "function": {"name": part.tool, **function}}
+
+
+def _tool_calls(pieces: Sequence[Piece], ids: _CallIds) -> list[dict[str, Any]]:
+    """The calls of a whole answer: the deltas, put together."""
+    calls: list[dict[str, Any]] = []
+    for part in (part for piece in pieces for part in piece.calls):
+        if part.tool is not None:
+            call = {"name": part.tool, "arguments": ""}
+            calls.append({"id": ids[part.index], "type": "function", "function": call})
+        calls[part.index]["function"]["arguments"] += part.arguments
+    return calls
+
+
+def _chat_choice(envelope: Envelope, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+    content = "".join(piece.content for piece in pieces)
     reasoning = "".join(piece.reasoning for piece in pieces)
+    calls = _tool_calls(pieces, _CallIds(envelope.answer_id, index))
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": "".join(piece.content for piece in pieces),
+        "content": None if calls and not content else content,
         "refusal": None,
     }
     if reasoning:
         message["reasoning_content"] = reasoning
-    return _choice(call, index, pieces, message=message)
+    if calls:
+        message["tool_calls"] = calls
+    return _choice(envelope.call, index, pieces, message=message)
 
 
 def _text_choice(call: Call, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 from k3ray.errors import BadRequestError
+from k3ray.text.xtml_parser import CallText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ class Piece:
     Args:
         opens: First piece of a chat choice; it carries the role.
         content, reasoning: New text of the two channels.
+        calls: What is new of tool calls.
         tokens: The tokens behind this piece, in order; all tokens appear in exactly one piece.
         finish: Why the choice ended, on its last piece.
     """
@@ -46,6 +48,7 @@ class Piece:
     opens: bool = False
     content: str = ""
     reasoning: str = ""
+    calls: tuple[CallText, ...] = ()
     tokens: tuple[SentToken, ...] = ()
     finish: str | None = None
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from k3ray.serve.api import Call, CallKind, check_tokens, fit_max_tokens
-from k3ray.serve.api_messages import Message
+from k3ray.text.chat import Channel, Effort
 from k3ray.text.tokenizer import K3Tokenizer
 from k3ray.text.xtml import render_chat
 
@@ -17,13 +17,14 @@ class Prompt:
     """One prompt, ready for a stack.
 
     Args:
+        channel: Where a chat answer begins; None for a completion.
         echo: Text to send before the answer, if any.
     """
 
     tokens: tuple[int, ...]
     max_tokens: int
     stop_token_ids: tuple[int, ...]
-    thinking: bool
+    channel: Channel | None = None
     echo: str | None = None
 
 
@@ -58,23 +59,22 @@ async def render_prompts(
 def _render(call: Call, tokenizer: K3Tokenizer, bounds: PromptBounds) -> list[Prompt]:
     if call.kind is CallKind.CHAT:
         thinking = bounds.default_thinking if call.thinking is None else call.thinking
-        tokens = tuple(
-            render_chat(
-                [_mapping(message) for message in call.messages],
-                tokenizer=tokenizer,
-                thinking=thinking,
-            )
+        effort = (call.turn.effort or Effort.MAX) if thinking else None
+        rendered = render_chat(
+            call.messages,
+            tokenizer=tokenizer,
+            options=replace(call.turn, thinking=thinking, effort=effort),
         )
-        return [_prompt(call, tokenizer, bounds, tokens, thinking)]
+        return [_prompt(call, tokenizer, bounds, rendered.tokens, rendered.channel)]
     return [
-        _prompt(call, tokenizer, bounds, _completion_tokens(text, tokenizer, bounds), False)
+        _prompt(call, tokenizer, bounds, _completion_tokens(text, tokenizer, bounds), None)
         for text in call.prompts
     ]
 
 
 def _prompt(
     call: Call, tokenizer: K3Tokenizer, bounds: PromptBounds, tokens: tuple[int, ...],
-    thinking: bool,
+    channel: Channel | None,
 ) -> Prompt:  # fmt: skip
     return Prompt(
         tokens=tokens,
@@ -88,7 +88,7 @@ def _prompt(
         stop_token_ids=()
         if call.sampling.ignore_eos
         else (tokenizer.eos_id, tokenizer.end_of_msg_id),
-        thinking=thinking,
+        channel=channel,
         echo=tokenizer.decode(tokens, skip_special=False) if call.echo else None,
     )
 
@@ -100,12 +100,3 @@ def _completion_tokens(
         return tuple(tokenizer.encode(prompt))
     check_tokens(prompt, vocab_size=bounds.vocab_size)
     return prompt
-
-
-def _mapping(message: Message) -> dict[str, str]:
-    rendered = {"role": message.role, "content": message.content}
-    if message.name:
-        rendered["name"] = message.name
-    if message.role == "assistant" and message.reasoning:
-        rendered["reasoning_content"] = message.reasoning
-    return rendered

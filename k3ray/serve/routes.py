@@ -27,7 +27,6 @@ from k3ray.errors import BadRequestError, CapacityError, K3RayError, UnknownMode
 from k3ray.serve.answers import collect, stream_frames
 from k3ray.serve.api import Call, parse_chat, parse_completion
 from k3ray.serve.api_errors import error_body, error_reply
-from k3ray.serve.api_json import MAX_BODY_BYTES
 from k3ray.serve.api_responses import model_object
 from k3ray.serve.health import Health
 from k3ray.serve.metrics_page import metrics_page
@@ -36,6 +35,7 @@ from k3ray.serve.run_table import RunKey
 from k3ray.serve.service import Answer, Service
 from k3ray.serve.sse import EventStream, unless_disconnected
 from k3ray.serve.web_page import page_response
+from k3ray.text.strict_json import MAX_BODY_BYTES
 
 _REQUEST_ID = re.compile(r"[!-~]{1,200}")
 _CLIENT_GONE = 499

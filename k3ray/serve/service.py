@@ -209,7 +209,7 @@ class Service:
         choices: list[Choice] = []
         for prompt in prompts:
             for noise in range(call.num_choices):
-                text = TextStream(call, self.tokenizer, thinking=prompt.thinking)
+                text = TextStream(call, self.tokenizer, channel=prompt.channel)
                 request = Request(
                     request_id="",
                     prompt=prompt.tokens,

@@ -1,4 +1,4 @@
-"""Tokens of one choice -> pieces: incremental text, stop strings, think and response channels.
+"""Tokens of one choice -> pieces: text, stop strings, think and response channels, tool calls.
 
 A pure state machine: the same tokens give the same pieces however they arrive. Text that could be
 the start of a stop string waits; the token that completes one ends the choice. Stop strings watch
@@ -8,15 +8,18 @@ the answer, not the thinking.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from k3ray.engine.request import FinishReason, TokenEvent
 from k3ray.serve.api import Call, CallKind
 from k3ray.serve.pieces import Alternative, Piece, SentToken
-from k3ray.text.channels import Channel, ChannelSplitter, ChannelText
+from k3ray.text.chat import Channel
 from k3ray.text.detokenize import IncrementalDetokenizer
 from k3ray.text.stop_strings import StopMatcher
 from k3ray.text.tokenizer import K3Tokenizer
+from k3ray.text.xtml_parser import AnswerParser, CallText, ChannelText, Found
 
+TOOL_CALLS = "tool_calls"
 _LOWEST_LOGPROB = -9999.0
 
 
@@ -25,20 +28,17 @@ class TextStream:
 
     Args:
         call: Says whether log-probabilities or token ids are wanted, and the stop strings.
-        thinking: Whether the choice begins in the think channel (chat only).
+        channel: Where a chat answer begins; None for a completion, whose text is all answer.
     """
 
-    def __init__(self, call: Call, tokenizer: K3Tokenizer, *, thinking: bool) -> None:
+    def __init__(self, call: Call, tokenizer: K3Tokenizer, *, channel: Channel | None) -> None:
         self.tokens: list[int] = []
         self.finished = False
         self._call = call
         self._tokenizer = tokenizer
-        self._splitter: ChannelSplitter | _PlainText
-        if call.kind is CallKind.CHAT:
-            start = Channel.THINK if thinking else Channel.RESPONSE
-            self._splitter = ChannelSplitter(tokenizer, channel=start)
-        else:
-            self._splitter = _PlainText(tokenizer)
+        self._parser = (
+            _PlainText(tokenizer) if channel is None else AnswerParser(tokenizer, channel=channel)
+        )
         self._stops = StopMatcher(call.stop)
         self._unsent: list[SentToken] = []
 
@@ -52,43 +52,47 @@ class TextStream:
         """The piece that an event completes, if it does."""
         if self.finished:
             return ()
-        content = reasoning = ""
+        new = _New()
         if event.token is not None:
             self.tokens.append(event.token)
             self._unsent.append(self._sent(event, event.token))
-            content, reasoning = self._sort(self._splitter.feed((event.token,)))
+            self._sort(self._parser.feed((event.token,)), new)
         if event.finish is not None:
-            rest_content, rest_reasoning = self._rest()
-            content, reasoning = content + rest_content, reasoning + rest_reasoning
-        finish = FinishReason.STOP if self._stops.matched is not None else event.finish
+            self._sort(self._parser.finish(), new)
+            new.content += self._stops.finish()  # nothing after a stop string
+        finish = self._finish(event)
         self.finished = finish is not None
         wanted = self._call.logprobs or self._call.return_token_ids
-        if not (content or reasoning or finish or (wanted and self._unsent)):
+        if not (new.content or new.reasoning or new.calls or finish or (wanted and self._unsent)):
             return ()
         sent, self._unsent = tuple(self._unsent), []
         return (
             Piece(
-                content=content,
-                reasoning=reasoning,
+                content=new.content,
+                reasoning=new.reasoning,
+                calls=tuple(new.calls),
                 tokens=sent,
-                finish=None if finish is None else finish.value,
+                finish=finish,
             ),
         )
 
-    def _sort(self, texts: Sequence[ChannelText]) -> tuple[str, str]:
-        """(content, reasoning) that may be sent now."""
-        content = reasoning = ""
-        for part in texts:
-            if part.channel is Channel.THINK:
-                reasoning += part.text
-            else:
-                content += self._stops.feed(part.text)
-        return content, reasoning
+    def _finish(self, event: TokenEvent) -> str | None:
+        """OpenAI's word: an answer that ends by itself and holds calls waits for their results."""
+        if self._stops.matched is not None:
+            return FinishReason.STOP.value
+        if event.finish is FinishReason.STOP and self._parser.num_calls:
+            return TOOL_CALLS
+        return None if event.finish is None else event.finish.value
 
-    def _rest(self) -> tuple[str, str]:
-        """What was held back; nothing of it after a stop string."""
-        content, reasoning = self._sort(self._splitter.finish())
-        return content + self._stops.finish(), reasoning
+    def _sort(self, found: Sequence[Found], new: _New) -> None:
+        """What may be sent now."""
+        for part in found:
+            if isinstance(part, CallText):
+                new.calls.append(part)
+            elif part.channel is Channel.THINK:
+                new.reasoning += part.text
+            else:
+                new.content += self._stops.feed(part.text)
 
     def _sent(self, event: TokenEvent, token: int) -> SentToken:
         if not self._call.logprobs:
@@ -107,16 +111,27 @@ class TextStream:
         return Alternative(text=token_text(raw), raw=raw, logprob=max(logprob, _LOWEST_LOGPROB))
 
 
+@dataclass(slots=True)
+class _New:
+    """What one event adds."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CallText] = field(default_factory=list)
+
+
 class _PlainText:
     """A completion's text: all of it is the answer."""
+
+    num_calls = 0
 
     def __init__(self, tokenizer: K3Tokenizer) -> None:
         self._decoder = IncrementalDetokenizer(tokenizer)
 
-    def feed(self, tokens: Sequence[int]) -> list[ChannelText]:
+    def feed(self, tokens: Sequence[int]) -> list[Found]:
         return [ChannelText(channel=Channel.RESPONSE, text=self._decoder.feed(tokens))]
 
-    def finish(self) -> list[ChannelText]:
+    def finish(self) -> list[Found]:
         return [ChannelText(channel=Channel.RESPONSE, text=self._decoder.finish())]
 
 

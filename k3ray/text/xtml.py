@@ -1,74 +1,131 @@
-"""XTML, K3's chat format: messages to tokens, in segments that text can never forge.
+"""XTML, K3's chat format: a conversation to tokens, in segments that text can never forge.
 
     <|open|>message role="user"<|sep|>Hi<|close|>message<|sep|><|end_of_msg|>
 
-Only `_Renderer` writes control tokens; texts, tag names and attributes are encoded on their own
-with special tokens disallowed. No newline between elements, no BOS.
-Source: `encoding_k3` of the release, as described in the model's architecture notes, section 10;
-the sentence under "# Tools" is ours.
+Only `_Writer` writes control tokens; texts, tag names and each piece of an attribute are encoded
+on their own with special tokens disallowed, so ids equal the release's and merges never cross a
+border. No newline between elements, no BOS.
+Source: `encoding_k3` of the release (the fixed sentences are its wire format), see the model's
+architecture notes, section 10.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from k3ray.errors import BadRequestError
+from k3ray.text.chat import (
+    NO_OPTIONS,
+    Channel,
+    ChatMessage,
+    Effort,
+    ResponseFormat,
+    ToolCall,
+    ToolChoice,
+    TurnOptions,
+)  # fmt: skip
 from k3ray.text.special_tokens import CLOSE, END_OF_MSG, OPEN, SEP
 from k3ray.text.tokenizer import K3Tokenizer
+from k3ray.text.tool_results import TurnMessage, in_call_order
 
-THINK, RESPONSE = "think", "response"
-ROLES = ("system", "user", "assistant", "tool")
-_TOOLS_SENTENCE = "You may call these tools; each is described by a JSON schema."
+_TOOLS = "# Tools\nHere are the available tools, described in JSONSchema."
+_MORE_TOOLS = (
+    "## New Tools Available\n"
+    "The system dynamically extends the toolset via lazy-loading.\n"
+    "You have access to all existing and extended tools.\n"
+    "Here are the specs for the extended tools."
+)
+_EFFORT = (
+    "`thinking_effort` guides on how much to think in your thinking channel "
+    "(not including the response channel), supported values include `low`, `medium`, `high`, "
+    "and `max`.\nNow the system is invoked with `thinking_effort={effort}`."
+)
+_CHOICE = {
+    ToolChoice.REQUIRED: "The system is invoked with `tool_choice=required`.\n"
+    "You MUST call tools in the next message.",
+    ToolChoice.NONE: "The system is invoked with `tool_choice=none`.\n"
+    "You MUST NOT call any tools in the next message.",
+}
+_FORMAT = (
+    "The system is invoked with `response_format={kind}`.\n"
+    "Your response must be raw JSON data without markdown code blocks (```json) "
+    "or any additional formatting."
+)
+_SCHEMA = "\nThe JSON data must match the following schema:\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedChat:
+    """Tokens of a conversation, and which of them the model is trained to write.
+
+    Args:
+        trained: One flag per token: an assistant message's body with its channel tags, its closing
+            tag and `<|end_of_msg|>`, but not the tag that opens it.
+        channel: The channel that is open at the end, for the parser of the answer; None without
+            a generation prompt.
+    """
+
+    tokens: tuple[int, ...]
+    trained: tuple[bool, ...]
+    channel: Channel | None
 
 
 def render_chat(
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[ChatMessage],
     *,
     tokenizer: K3Tokenizer,
-    thinking: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    options: TurnOptions = NO_OPTIONS,
     generation_prompt: bool = True,
-) -> list[int]:
+) -> RenderedChat:
     """The tokens of a conversation, up to where the model goes on.
 
     Args:
-        messages: Mappings with `role` (system, user, assistant, tool), `content` (a string or
-            a list of `{"type": "text", "text": ...}` parts, joined), and optionally `name`; an
-            assistant's `reasoning_content`; a tool result's `tool` (its name) and `index`.
+        messages: In order; tool results are sorted into the order of the calls they answer.
         tokenizer: The model's.
-        thinking: Whether assistant messages have a `think` channel; it is then always there.
-        tools: JSON schemas of the tools the model may call.
-        generation_prompt: End with an open assistant message and an open channel.
+        options: What is said besides the messages.
+        generation_prompt: End with an open assistant message and an open channel. After a partial
+            message its own channel stays open instead.
 
     Raises:
-        BadRequestError: an unknown role, or content that is no text.
+        BadRequestError: a tool result that answers no call and names no tool, a partial message
+            that is not the assistant's last, or an argument that is no JSON value.
     """
-    renderer = _Renderer(tokenizer)
-    if tools:
-        renderer.message({"role": "system", "type": "tool-declare"}, _tools_text(tools))
-    for place, message in enumerate(messages):
-        _render_message(renderer, message, thinking=thinking, place=place)
-    if generation_prompt:
-        renderer.open("message", {"role": "assistant"})
-        renderer.open(THINK if thinking else RESPONSE)
-    return renderer.tokens
+    writer = _Writer(tokenizer)
+    if options.tools:
+        writer.system("tool-declare", _fenced(_TOOLS + "\n\n", options.tools))
+    if options.thinking and options.effort is not None:
+        writer.system("thinking-effort", _EFFORT.format(effort=Effort(options.effort)))
+    channel = None
+    for message in in_call_order(messages):
+        channel = _message(writer, message, options.thinking, last=message.place == len(messages))
+    if options.tool_choice is not None:
+        writer.system("tool-choice", _CHOICE[options.tool_choice])
+    if options.response_format is not None:
+        writer.system("response-format", _format_text(options.response_format))
+    if generation_prompt and channel is None:
+        writer.open("message", {"role": "assistant"})
+        channel = Channel.THINK if options.thinking else Channel.RESPONSE
+        writer.open(channel)
+    return RenderedChat(tokens=tuple(writer.tokens), trained=tuple(writer.trained), channel=channel)
 
 
-class _Renderer:
+class _Writer:
     """Collects tokens; the only place where control tokens come from."""
 
     def __init__(self, tokenizer: K3Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.tokens: list[int] = []
+        self.trained: list[bool] = []
+        self.in_answer = False
 
     def open(self, name: str, attributes: Mapping[str, str] | None = None) -> None:
-        written = "".join(
-            f' {key}="{_escaped(value)}"' for key, value in (attributes or {}).items()
-        )
         self._control(OPEN)
-        self.text(name + written)
+        self.text(name)
+        for key, value in (attributes or {}).items():
+            for piece in (f" {key}", '="', _escaped(value), '"'):
+                self.text(piece)
         self._control(SEP)
 
     def close(self, name: str) -> None:
@@ -77,70 +134,130 @@ class _Renderer:
         self._control(SEP)
 
     def text(self, text: str) -> None:
-        self.tokens += self._tokenizer.encode(text)
+        self._extend(self._tokenizer.encode(text))
 
-    def element(self, name: str, body: str) -> None:
-        self.open(name)
-        self.text(body)
+    def element(self, name: str, attributes: Mapping[str, str], parts: Iterable[str]) -> None:
+        self.open(name, attributes)
+        for part in parts:
+            self.text(part)
         self.close(name)
 
-    def message(self, attributes: Mapping[str, str], body: str) -> None:
-        self.open("message", attributes)
-        self.text(body)
-        self.end_message()
+    def message(self, attributes: Mapping[str, str], parts: Iterable[str]) -> None:
+        self.element("message", attributes, parts)
+        self._control(END_OF_MSG)
 
     def end_message(self) -> None:
         self.close("message")
         self._control(END_OF_MSG)
 
+    def system(self, kind: str, body: str) -> None:
+        self.message({"role": "system", "type": kind}, (body,))
+
     def _control(self, name: str) -> None:
-        self.tokens.append(self._tokenizer.special(name))
+        self._extend((self._tokenizer.special(name),))
+
+    def _extend(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+        self.trained += [self.in_answer] * len(tokens)
 
 
-def _render_message(
-    renderer: _Renderer, message: Mapping[str, Any], *, thinking: bool, place: int
-) -> None:
-    role = message.get("role")
-    if role not in ROLES:
-        raise _bad(f"messages[{place}].role", f"{role!r} is not one of {', '.join(ROLES)}")
-    content = _text_of(message.get("content"), f"messages[{place}].content")
-    attributes = {"role": str(role)}
-    if message.get("name"):
-        attributes["name"] = str(message["name"])
-    if role == "tool":
-        attributes |= {
-            key: str(message[key]) for key in ("tool", "index") if message.get(key) is not None
-        }
-    if role != "assistant":
-        renderer.message(attributes, content)
-        return
-    renderer.open("message", attributes)
+def _message(writer: _Writer, turn: TurnMessage, thinking: bool, *, last: bool) -> Channel | None:
+    """Write one message; the channel that it leaves open, if it is partial."""
+    message = turn.message
+    if message.partial and not (last and message.role == "assistant" and not message.tool_calls):
+        raise _bad(
+            f"messages[{turn.place - 1}].partial",
+            "only the last message may be partial, an assistant's without tool calls",
+        )
+    if message.tools:
+        writer.system("tool-declare", _fenced(_MORE_TOOLS + "\n\n", message.tools))
+        return None
+    attributes = {"role": message.role}
+    if message.role == "tool":
+        attributes |= {"tool": turn.tool, "index": str(turn.index)}
+    elif message.name:
+        attributes["name"] = message.name
+    if message.role != "assistant":
+        writer.message(attributes, message.content)
+        return None
+    writer.open("message", attributes)
+    writer.in_answer = True
+    channel = _assistant_body(writer, message, thinking, turn.place - 1)
+    if channel is None:
+        writer.end_message()
+    writer.in_answer = False
+    return channel
+
+
+def _assistant_body(
+    writer: _Writer, message: ChatMessage, thinking: bool, place: int
+) -> Channel | None:
     if thinking:
-        renderer.element(THINK, _text_of(message.get("reasoning_content"), f"messages[{place}]"))
-    renderer.element(RESPONSE, content)
-    renderer.end_message()
+        writer.open(Channel.THINK)
+        if message.reasoning.strip():
+            writer.text(message.reasoning)
+        if message.partial and not any(message.content):
+            return Channel.THINK
+        writer.close(Channel.THINK)
+    writer.open(Channel.RESPONSE)
+    for part in message.content:
+        writer.text(part)
+    if message.partial:
+        return Channel.RESPONSE
+    writer.close(Channel.RESPONSE)
+    if message.tool_calls:
+        writer.open("tools")
+        for index, call in enumerate(message.tool_calls, start=1):
+            _call(writer, call, index, f"messages[{place}].tool_calls[{index - 1}]")
+        writer.close("tools")
+    return None
 
 
-def _text_of(content: object, place: str) -> str:
-    """Text parts are joined before they are encoded: a border between parts is no border."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise _bad(place, f"must be a string or a list of parts, not {type(content).__name__}")
-    texts: list[str] = []
-    for index, part in enumerate(content):
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(text, str):
-            raise _bad(f"{place}[{index}]", 'must be {"type": "text", "text": "..."}')
-        texts.append(text)
-    return "".join(texts)
+def _call(writer: _Writer, call: ToolCall, index: int, place: str) -> None:
+    writer.open("call", {"tool": call.tool, "index": str(index)})
+    if isinstance(call.arguments, str):
+        writer.element("json", {"type": "object"}, (call.arguments,))
+    else:
+        for key, value in call.arguments.items():
+            text = value if isinstance(value, str) else _json_text(value, f"{place}.{key}")
+            writer.element("argument", {"key": key, "type": argument_type(value)}, (text,))
+    writer.close("call")
 
 
-def _tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
-    listed = json.dumps(list(tools), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return f"# Tools\n{_TOOLS_SENTENCE}\n\n```json\n{listed}\n```"
+def argument_type(value: object) -> str:
+    """The `type` attribute of an argument."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case Mapping():
+            return "object"
+        case _:
+            return "array"
+
+
+def _json_text(value: object, place: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise _bad(place, f"is no JSON value: {error}") from None
+
+
+def _fenced(text: str, value: object) -> str:
+    """A text and a JSON value in compact form, keys sorted at every depth, in a fenced block."""
+    written = json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+    return f"{text}```json\n{written}\n```"
+
+
+def _format_text(wanted: ResponseFormat) -> str:
+    kind = "json_schema" if wanted.has_schema else "json_object"
+    text = _FORMAT.format(kind=kind)
+    return _fenced(text + _SCHEMA, wanted.schema) if wanted.has_schema else text
 
 
 def _escaped(value: str) -> str:
@@ -148,4 +265,4 @@ def _escaped(value: str) -> str:
 
 
 def _bad(place: str, problem: str) -> BadRequestError:
-    return BadRequestError(f"{place}: {problem}", remedy="see the chat format", param=place)
+    return BadRequestError(f"{place}: {problem}", remedy="see docs/howto.md, Chat", param=place)

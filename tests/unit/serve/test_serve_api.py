@@ -76,9 +76,26 @@ BAD_CHAT = [
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"presence_penalty": 3}, "presence_penalty"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": {}}, "tools"),
+    ({"tools": [{"type": "web"}]}, "tools[0].type"),
+    ({"tools": [{"function": {"name": ""}}]}, "tools[0].function.name"),
+    ({"tools": [{"function": {"name": "f", "parameters": 1}}]}, "tools[0].function.parameters"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": True}}},
+        "response_format.json_schema.strict",
+    ),
+    ({"thinking": {"type": "maybe"}}, "thinking.type"),
+    ({"thinking": {"type": "enabled", "keep": "none"}}, "thinking.keep"),
+    ({"thinking": {"typ": "enabled"}}, "thinking.typ"),
+    ({"thinking": {"type": "enabled"}, "reasoning_effort": "none"}, "reasoning_effort"),
+    ({"thinking": {"effort": "low"}, "reasoning_effort": "max"}, "thinking.effort"),
+    ({"reasoning_effort": "medium"}, "reasoning_effort"),
+    ({"chat_template_kwargs": {"thinking": 1}}, "chat_template_kwargs.thinking"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
@@ -191,10 +208,12 @@ def test_prompt_shapes() -> None:
     assert completion(prompt=[[1], [2, 3]]).prompts == ((1,), (2, 3))
 
 
-def test_text_parts_are_joined_and_developer_is_system() -> None:
+def test_text_parts_stay_apart_and_developer_is_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     call = chat(messages=[{"role": "developer", "content": parts}, *USER])
-    assert [(m.role, m.content) for m in call.messages] == [("system", "ab"), ("user", "hi")]
+    assert [(m.role, m.content) for m in call.messages] == [
+        ("system", ("a", "b")), ("user", ("hi",)),
+    ]  # fmt: skip
 
 
 def test_digest_ignores_delivery_only() -> None:

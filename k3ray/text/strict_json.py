@@ -1,4 +1,4 @@
-"""Bytes of a request body -> a JSON object, or a `BadRequestError` that says where it is wrong.
+"""A client's JSON -> values, or a `BadRequestError` that says where it is wrong.
 
 Stricter than `json.loads`: no NaN or Infinity, no half surrogate pairs (text that no tokenizer
 and no UTF-8 encoder can take), no nesting that would exhaust the stack.
@@ -31,6 +31,25 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
             param=None,
         )
     _check_strings(value)
+    return value
+
+
+def parse_arguments(text: str, place: str) -> dict[str, Any] | str:
+    """The arguments of a tool call; text that is no strict JSON comes back as it is.
+
+    Raises:
+        BadRequestError: it is JSON, but no object (`place` is named).
+    """
+    if not text.strip():
+        return {}
+    try:
+        value = _loads(text)
+        if isinstance(value, dict):
+            _check_strings(value)
+    except BadRequestError:
+        return text
+    if not isinstance(value, dict):
+        raise bad_field(place, f"must hold a JSON object, not a {json_kind(value)}")
     return value
 
 
