@@ -8,7 +8,7 @@ const shown = new Map();
 
 export function render(status, now) {
   text("name", status.name);
-  text("preset", status.preset || "");
+  text("model", status.model || "");
   document.title = `${status.name}: ${status.state}`;
   renderState(status.state + (status.reason ? `: ${status.reason}` : ""), tone(status.state));
   const actors = status.actors || [];

@@ -31,6 +31,7 @@ from k3ray.engine.scoring import LogProbs
 from k3ray.engine.serve_runner import ServeRunner
 from k3ray.errors import FencedError, SupernodeError
 from k3ray.ids import Role, refuse_lower_term
+from k3ray.model.self_test import handshake_digest
 from k3ray.obs.log import configure, get_log
 from k3ray.placement.plan import PlacementPlan
 
@@ -57,10 +58,15 @@ class AttentionStack:
         self._loading = asyncio.Lock()
 
     async def start(self) -> dict[str, Any]:
-        """Make the state and start the engine; idempotent. Returns pid, node and endpoint (a
-        stack has no data-plane server: "")."""
+        """Test the arithmetic, make the state and start the engine; idempotent. Returns pid, node
+        and endpoint (a stack has no data-plane server: "").
+
+        Raises:
+            NumericError: see `handshake_digest`.
+        """
         if self._started is None:
             spec = self._spec
+            handshake_digest(spec.text, spec.numeric_mode)  # now, not under the first request
             runner = ServeRunner(
                 spec.text,
                 num_slots=spec.engine.max_running + SCORE_SLOTS,

@@ -32,6 +32,7 @@ from k3ray.actors.ray_calls import call
 from k3ray.actors.specs import CONTROLLER_NAME, NAMESPACE
 from k3ray.clock import Deadline, monotonic
 from k3ray.config.home import Home
+from k3ray.config.load import config_digest
 from k3ray.config.model import TextConfig
 from k3ray.config.resolve import resolve_model
 from k3ray.config.supernode import SupernodeSpec
@@ -107,7 +108,10 @@ class ControllerCore(TrainingMethods):
     async def status(self) -> dict[str, Any]:
         """What `k3ray status --json` prints; see `status_document`."""
         own = {"node": own_node(), "pid": os.getpid(), "term": self._ledger.term}
-        return status_document(self._running, controller=own, training=self._metrics)
+        model = {
+            "model": self._spec.model_name, "model_digest": config_digest(self._text)
+        }  # fmt: skip
+        return status_document(self._running, model=model, controller=own, training=self._metrics)
 
     async def spec(self) -> SupernodeSpec:
         """The spec that the supernode was brought up with."""

@@ -104,7 +104,8 @@ class ActorCluster:
         return GroupSpec(
             incarnation=incarnation, text=self._text, experts=experts, line=self._spec.line,
             store_dir=str(self._folders.store_dir), socket_dir=str(self._folders.socket_dir),
-            lanes=self._spec.lanes, deadlines=self._spec.deadlines,
+            lanes=self._spec.lanes, numeric_mode=self._spec.numeric_mode,
+            deadlines=self._spec.deadlines,
         )  # fmt: skip
 
     def _stack_spec(self, incarnation: Incarnation) -> StackSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from k3ray.actors.controller_loop import ControlLoop
@@ -24,6 +25,7 @@ MAX_PINS_SHOWN = 20
 def status_document(
     loop: ControlLoop,
     *,
+    model: Mapping[str, str],
     controller: dict[str, Any],
     training: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
@@ -31,6 +33,7 @@ def status_document(
 
     Args:
         loop: The control loop.
+        model: Its name (`model`) and the digest of its sizes (`model_digest`).
         controller: The controller's own entry (node, pid, term).
         training: Latest reported metrics by line.
     """
@@ -39,7 +42,7 @@ def status_document(
     state, reason = _state(loop, view)
     return {
         "name": spec.name,
-        "preset": spec.preset,
+        **model,
         "numeric_mode": str(spec.numeric_mode),
         "line": spec.line,
         "state": state,

@@ -20,6 +20,7 @@ from k3ray.actors.group_handler import GroupHandler
 from k3ray.actors.specs import GroupSpec
 from k3ray.clock import Deadline
 from k3ray.ids import Incarnation, Role, refuse_lower_term
+from k3ray.model.self_test import handshake_digest
 from k3ray.transport.worker_server import WorkerServer
 from k3ray.transport.zeromq_server import ZeroMqServer
 from k3ray.weights.store import WeightStore
@@ -45,6 +46,9 @@ class ExpertGroup:
                 self._spec.incarnation,
                 self._handler,
                 lanes=self._spec.lanes,
+                digest=handshake_digest(
+                    self._spec.text, self._spec.numeric_mode, Role.EXPERT_GROUP
+                ),
                 socket_dir=Path(self._spec.socket_dir),
             )
         return {

@@ -34,6 +34,7 @@ class GroupSpec:
     store_dir: str
     socket_dir: str
     lanes: LanesConfig
+    numeric_mode: NumericMode
     deadlines: DeadlineConfig
 
 

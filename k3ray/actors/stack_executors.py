@@ -19,6 +19,7 @@ from k3ray.errors import TransportError
 from k3ray.ids import Incarnation
 from k3ray.model.disaggregated import DisaggregatedExecutor, HopLimits
 from k3ray.model.group_links import GroupLinks
+from k3ray.model.self_test import handshake_digest
 from k3ray.obs.log import get_log
 from k3ray.transport.protocol import Lane
 from k3ray.transport.zeromq_client import ZeroMqClient
@@ -47,7 +48,10 @@ class StackExecutors:
         deadlines = self._spec.deadlines
         if self._links is None:
             self._links = GroupLinks(
-                ZeroMqClient(self._spec.incarnation),
+                ZeroMqClient(
+                    self._spec.incarnation,
+                    digest=handshake_digest(self._spec.text, self._spec.numeric_mode),
+                ),
                 connect_s=deadlines.commit_s,
                 on_lost=self._report,
             )

@@ -34,6 +34,7 @@ from k3ray.clock import Deadline
 from k3ray.config.cluster import LocalClusterConfig
 from k3ray.config.home import Home
 from k3ray.config.load import config_digest
+from k3ray.config.resolve import resolve_model
 from k3ray.config.supernode import SupernodeSpec
 from k3ray.errors import K3RayError, SupernodeError
 
@@ -144,14 +145,14 @@ def attach_or_up(
         return ensure_up(spec, home, cluster, say=say)
     supernode = connect(home)
     status = supernode.call("status", limit_s=30.0)
-    held = (status["preset"], status["line"], status["numeric_mode"])
-    wanted = (spec.preset, spec.line, str(spec.numeric_mode))
+    held = (status["model_digest"], status["line"], status["numeric_mode"])
+    wanted = (config_digest(resolve_model(spec).text_config), spec.line, str(spec.numeric_mode))
     if held != wanted:
         raise SupernodeError(
-            f"the supernode in {home.root} holds {held[0]} on line {held[1]!r} in {held[2]} mode, "
-            f"the job wants {wanted[0]} on {wanted[1]!r} in {wanted[2]} mode",
-            remedy="set supernode.preset, supernode.line and supernode.numeric_mode, or use "
-            "another K3RAY_HOME",
+            f"the supernode in {home.root} holds {status['model']} on line {held[1]!r} in "
+            f"{held[2]} mode, the job wants {spec.model_name} on {wanted[1]!r} in {wanted[2]} mode",
+            remedy="set supernode.preset (or checkpoint), supernode.line and "
+            "supernode.numeric_mode, or use another K3RAY_HOME",
         )
     return supernode
 

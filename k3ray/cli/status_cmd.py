@@ -30,7 +30,7 @@ def render(document: dict[str, Any]) -> list[str]:
         f"{v['version']}{' (latest)' if v.get('latest') else ''}" for v in document["versions"]
     )
     lines = [
-        f"supernode {document['name']} ({document['preset']}): {document['state']}, "
+        f"supernode {document['name']} ({document['model']}): {document['state']}, "
         f"plan {document['plan_version']}, versions {versions or 'none'}",
         f"{'role':16} {'id':24} {'term':>4} {'pid':>8} {'state':9} {'node':16} holds",
     ]

@@ -99,6 +99,11 @@ class SupernodeSpec(Strict):
     endpoint: EndpointConfig = EndpointConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
 
+    @property
+    def model_name(self) -> str:
+        """What to call the model: the checkpoint or file it comes from, else the preset."""
+        return self.checkpoint or self.model_config_file or self.preset
+
     @model_validator(mode="after")
     def _one_source_of_the_model(self) -> Self:
         if self.checkpoint is not None and self.model_config_file is not None:

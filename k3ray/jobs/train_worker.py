@@ -32,6 +32,7 @@ from k3ray.jobs.line_authority import ControlWatch, RayLineAuthority
 from k3ray.model.group_links import GroupLinks
 from k3ray.model.k3 import K3Model
 from k3ray.model.packed_data import HELDOUT, TRAIN, PackedDataset
+from k3ray.model.self_test import handshake_digest
 from k3ray.obs.tracking import Tracker
 from k3ray.train.data_order import DataOrder
 from k3ray.train.dense_optimizer import DenseOptimizer
@@ -107,8 +108,11 @@ def _train(config: PretrainConfig, job: dict[str, str], say: Callable[[str], Non
         )  # fmt: skip
         watch = ControlWatch(controller, incarnation)
         closing.callback(watch.close)
+        digest = handshake_digest(resolve_model(spec).text_config, spec.numeric_mode)
         links = GroupLinks(
-            ZeroMqClient(incarnation), connect_s=spec.deadlines.commit_s, on_lost=watch.on_lost
+            ZeroMqClient(incarnation, digest=digest),
+            connect_s=spec.deadlines.commit_s,
+            on_lost=watch.on_lost,
         )
         closing.callback(links.close)
         limits = TrainLimits(call_s=spec.deadlines.prepare_s, rebuild_s=spec.deadlines.rebuild_s)

@@ -55,18 +55,11 @@ class Admission:
         """Open a channel.
 
         Raises:
-            HandshakeError: other protocol or code.
+            HandshakeError: other protocol, code or bits.
             FencedError: an old client, or a client that looks for another life of this server.
             CapacityError: too many channels.
         """
-        if hello.protocol != PROTOCOL_VERSION or hello.digest != self._digest:
-            raise HandshakeError(
-                f"{hello.client} speaks protocol {hello.protocol} with code {hello.digest[:12]}, "
-                f"{self._me} protocol {PROTOCOL_VERSION} with code {self._digest[:12]}",
-                remedy="run one version of k3ray everywhere: k3ray down, then up",
-                peer=str(self._me),
-                operation="handshake",
-            )
+        self._check_digest(hello)
         if hello.server != self._me:
             raise FencedError(
                 f"{hello.client} looks for {hello.server} and found {self._me}",
@@ -86,6 +79,27 @@ class Admission:
             identity=identity, client=hello.client, generation=hello.generation
         )
         return Welcome(server=self._me, generation=hello.generation, grants=self._grants)
+
+    def _check_digest(self, hello: Hello) -> None:
+        code, _, bits = self._digest.partition("/")
+        their_code, _, their_bits = hello.digest.partition("/")
+        if hello.protocol != PROTOCOL_VERSION or their_code != code:
+            raise HandshakeError(
+                f"{hello.client} speaks protocol {hello.protocol} with code {their_code[:12]}, "
+                f"{self._me} protocol {PROTOCOL_VERSION} with code {code[:12]}",
+                remedy="run one version of k3ray everywhere: k3ray down, then up",
+                peer=str(self._me),
+                operation="handshake",
+            )
+        if their_bits != bits:
+            raise HandshakeError(
+                f"{hello.client} computes other bits ({their_bits or 'untested'}) than "
+                f"{self._me} ({bits or 'untested'})",
+                remedy="use one kind of CPU and one torch for a deterministic line, or "
+                "numeric_mode=fast",
+                peer=str(self._me),
+                operation="handshake",
+            )
 
     def find(self, identity: Hashable) -> ClientChannel:
         """The open channel of this identity.

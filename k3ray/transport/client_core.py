@@ -14,7 +14,7 @@ from k3ray.clock import Deadline
 from k3ray.errors import DeadlineError, K3RayError, PeerLostError
 from k3ray.ids import Incarnation, refuse_lower_term
 from k3ray.transport.channel import Channel, PendingReply
-from k3ray.transport.code_digest import code_digest
+from k3ray.transport.code_digest import process_digest
 from k3ray.transport.envelope import Down, Hello, Up, message_cost
 from k3ray.transport.protocol import PROTOCOL_VERSION, Lane, Message, Pending
 
@@ -26,7 +26,7 @@ class ClientCore(ABC, Generic[AnyChannel]):
 
     Args:
         me: Who speaks; servers refuse lower terms than the highest they have seen.
-        digest: Code digest to present; by default that of this process.
+        digest: What to present; by default `process_digest()`.
     """
 
     def __init__(self, me: Incarnation, *, digest: str | None = None) -> None:
@@ -124,7 +124,7 @@ class ClientCore(ABC, Generic[AnyChannel]):
         hello = Hello(
             protocol=PROTOCOL_VERSION,
             generation=channel.generation,
-            digest=self._digest or code_digest(),
+            digest=self._digest or process_digest(),
             client=self.me,
             server=channel.peer,
         )

@@ -1,4 +1,7 @@
-"""Digest of the code that runs here; two processes that exchange tensors must have the same."""
+"""Digest of the code that runs here and of the bits it computes, told in every handshake.
+
+Two processes that exchange tensors must have the same of both.
+"""
 
 from __future__ import annotations
 
@@ -17,3 +20,12 @@ def code_digest() -> str:
         digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
+
+
+def process_digest(numeric: str = "") -> str:
+    """What a process shows in a handshake: code digest, then numeric digest.
+
+    Args:
+        numeric: Of the start-up self-test (`model.self_test`); empty where no bits are promised.
+    """
+    return f"{code_digest()}/{numeric}"

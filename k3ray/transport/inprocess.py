@@ -17,7 +17,7 @@ from k3ray.errors import PeerLostError
 from k3ray.ids import Incarnation, new_id
 from k3ray.transport.channel import Channel
 from k3ray.transport.client_core import ClientCore
-from k3ray.transport.code_digest import code_digest
+from k3ray.transport.code_digest import process_digest
 from k3ray.transport.envelope import Down, Reply, Request, Up, check_message
 from k3ray.transport.protocol import Handler, Message
 from k3ray.transport.server_core import ServerCore
@@ -88,7 +88,7 @@ class InProcessServer(WorkerServer):
         self._lock = threading.Lock()
         self._addresses: set[_Address] = set()
         core = ServerCore(
-            me, handler, lanes=lanes, digest=digest or code_digest(), transmit=_transmit
+            me, handler, lanes=lanes, digest=digest or process_digest(), transmit=_transmit
         )
         super().__init__(me, core, f"inproc://{new_id(str(me))}")
         self._thread.start()

@@ -73,7 +73,7 @@ class Client(Protocol):
     """Client side; one per thread of use. Every call that waits takes a deadline."""
 
     def connect(self, peer: Incarnation, endpoint: str, deadline: Deadline) -> None:
-        """Open a channel and shake hands (protocol version, code digest, term).
+        """Open a channel and shake hands (protocol version, code and numeric digest, term).
 
         Raises:
             HandshakeError: other protocol or code.

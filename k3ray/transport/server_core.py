@@ -64,7 +64,7 @@ class ServerCore:
         me: This server.
         handler: Serves one request; see `Handler`.
         lanes: Credits, shares and quantum.
-        digest: Code digest that clients must have.
+        digest: What clients must present (`process_digest`).
         transmit: Sends down.
     """
 

@@ -20,7 +20,7 @@ from k3ray.config.supernode import LanesConfig
 from k3ray.errors import TransportError
 from k3ray.ids import Incarnation
 from k3ray.transport import frames
-from k3ray.transport.code_digest import code_digest
+from k3ray.transport.code_digest import process_digest
 from k3ray.transport.envelope import MAX_IN_FLIGHT, Down
 from k3ray.transport.lanes import lane_configs
 from k3ray.transport.protocol import Handler
@@ -43,7 +43,7 @@ class ZeroMqServer(WorkerServer):
         lanes: Credits, shares and quantum.
         socket_dir: Folder for a Unix socket; made if missing. Give this or `host`.
         host: Address to listen on with TCP, at a port that the kernel picks.
-        digest: Code digest that clients must have; by default that of this process.
+        digest: What clients must present; by default `process_digest()`.
 
     Raises:
         TransportError: the socket path is too long or the address cannot be bound.
@@ -74,7 +74,7 @@ class ZeroMqServer(WorkerServer):
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
         core = ServerCore(
-            me, handler, lanes=lanes, digest=digest or code_digest(), transmit=self._transmit
+            me, handler, lanes=lanes, digest=digest or process_digest(), transmit=self._transmit
         )
         super().__init__(me, core, endpoint)
         self._thread.start()

@@ -24,10 +24,12 @@ from k3ray.actors.names import actor_name
 from k3ray.actors.plan_holder import PlanHolder
 from k3ray.actors.ray_calls import call
 from k3ray.actors.specs import NAMESPACE
+from k3ray.config.numeric import NumericMode
 from k3ray.config.presets import PRESETS
 from k3ray.ids import Incarnation
 from k3ray.model.disaggregated import DisaggregatedExecutor
 from k3ray.model.group_links import GroupLinks
+from k3ray.model.self_test import handshake_digest
 from k3ray.transport.protocol import Lane
 from k3ray.transport.zeromq_client import ZeroMqClient
 
@@ -79,7 +81,8 @@ def main() -> int:
         version = live.supernode.call("latest_version", "main")
         plans = PlanHolder()
         plans.set(live.supernode.call("plan"))
-        links = GroupLinks(ZeroMqClient(Incarnation(actor="bench", term=1)))
+        digest = handshake_digest(text, NumericMode.DETERMINISTIC)
+        links = GroupLinks(ZeroMqClient(Incarnation(actor="bench", term=1), digest=digest))
         executor = DisaggregatedExecutor(links, plans, version=version, lane=Lane.SERVE)
         latents = torch.randn(1, text.routed_expert_hidden_size)
         ids = torch.arange(text.num_experts_per_token)[None]

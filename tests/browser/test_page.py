@@ -50,7 +50,7 @@ def status_document() -> dict[str, Any]:
         for first in (0, 4)
     ]
     return {
-        "name": "k3", "preset": "k3-nano", "line": "main", "state": "ready", "reason": "",
+        "name": "k3", "model": "k3-nano", "line": "main", "state": "ready", "reason": "",
         "plan_version": 4,
         "versions": [
             {"version": "main@20-aaaaaaaaaaaa", "latest": False, "active": True, "pins": 1},
@@ -136,7 +136,7 @@ def test_everything_is_shown(browser: webdriver.Chrome, endpoint: Endpoint) -> N
     open_page(browser, endpoint.url)
     assert browser.title == "k3: ready"
     assert text(browser, "#name") == "k3"
-    assert text(browser, "#preset") == "k3-nano"
+    assert text(browser, "#model") == "k3-nano"
     assert figure(browser, "plan version") == "4"
     assert figure(browser, "weight version") == "main@40-0123456789ab"
     assert (figure(browser, "requests running"), figure(browser, "requests waiting")) == ("3", "2")

@@ -53,7 +53,8 @@ class Line:
         spec = GroupSpec(
             incarnation=Incarnation(actor=actor, term=term), text=TEXT, line="main",
             experts=dict.fromkeys(TEXT.moe_layers, HELD[actor]), store_dir=str(self.root / "store"),
-            socket_dir=str(self.root), lanes=LanesConfig(), deadlines=DEADLINES,
+            socket_dir=str(self.root), lanes=LanesConfig(),
+            numeric_mode=NumericMode.DETERMINISTIC, deadlines=DEADLINES,
         )  # fmt: skip
         options = {"num_cpus": 0, "resources": {"k3_group": 1}, "max_concurrency": 4}
         handle = ExpertGroup.options(**options).remote(spec)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 from live import Live, live_supernode, wait_for
 from openai import OpenAI
+
+from k3ray.actors.supernode import attach_or_up
+from k3ray.config.cluster import LocalClusterConfig
+from k3ray.config.load import load_config
+from k3ray.config.presets import PRESETS
+from k3ray.config.release_writer import release_json
+from k3ray.config.supernode import SupernodeSpec
+from k3ray.errors import SupernodeError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -36,6 +46,17 @@ def test_status_lists_every_role(live: Live) -> None:
             held.setdefault(layer, []).extend(experts)
     assert held
     assert all(sorted(experts) == list(range(8)) for experts in held.values())
+
+
+def test_a_job_attaches_to_the_same_model_by_whatever_name(live: Live, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(release_json(PRESETS["k3-tiny"], packed_experts=False)))
+    same = load_config(SupernodeSpec, None, [f"model_config_file={file}"])
+    cluster = LocalClusterConfig()
+    assert attach_or_up(same, live.home, cluster).call("plan") == live.supernode.call("plan")
+    assert live.status()["model"] == "k3-tiny"
+    with pytest.raises(SupernodeError, match=r"holds k3-tiny .* wants k3-nano"):
+        attach_or_up(load_config(SupernodeSpec, None, []), live.home, cluster)
 
 
 def test_models_and_health(live: Live, client: OpenAI) -> None:

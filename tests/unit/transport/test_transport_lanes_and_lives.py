@@ -7,7 +7,7 @@ import time
 from collections.abc import Generator
 
 import pytest
-from transport_peers import serve
+from transport_peers import DIGEST, serve
 from transport_world import GROUP, STACK, Gate, World, ask, limit
 
 from k3ray.config.supernode import LaneConfig, LanesConfig
@@ -155,6 +155,14 @@ def test_other_code_is_refused(world: World) -> None:
         client.connect(GROUP, server.endpoint, limit())
     with pytest.raises(PeerLostError):
         ask(client, "echo")
+
+
+def test_other_bits_are_refused(world: World) -> None:
+    """The same code on another CPU: the numeric part of the digest differs."""
+    server = world.server()
+    client = world.client(digest=f"{DIGEST}/0123456789abcdef")
+    with pytest.raises(HandshakeError, match="computes other bits"):
+        client.connect(GROUP, server.endpoint, limit())
 
 
 def test_closing_answers_what_waits(world: World) -> None:
