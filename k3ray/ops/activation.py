@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from k3ray.ops.function import call
+from k3ray.ops.function import by_kernel, call
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -45,6 +45,10 @@ def situ_glu(
 
     Source: Kimi K3 technical report, section 2.3; release `activation_situ_*`.
     """
+    if by_kernel(gate):
+        from kernels.situ_glu import situ_glu as kernel
+
+        return kernel(gate, up, beta=beta, linear_beta=linear_beta)
     return call(_SituGlu, gate, up, beta, linear_beta)  # type: ignore[no-any-return]
 
 
@@ -68,6 +72,10 @@ def situ_glu_backward(
     Returns:
         (grad_gate, grad_up), each [..., F] in the dtype of its input.
     """
+    if by_kernel(gate):
+        from kernels.situ_glu import situ_glu_grads as kernel
+
+        return kernel(gate, up, grad, beta=beta, linear_beta=linear_beta)
     dtype = wide_dtype(gate.dtype)
     kept = _situ_parts(gate.to(dtype), up.to(dtype), beta, linear_beta)
     grad_gate, grad_up = _situ_grads(kept, grad.to(dtype), beta, linear_beta)

@@ -1,10 +1,19 @@
-"""The one door to `torch.autograd.Function`: typed, and without autograd's cost where it is off."""
+"""How an op is carried out: by a kernel where there is one, by autograd's function elsewhere."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def by_kernel(x: torch.Tensor) -> bool:
+    """Whether ops on `x` that have a Triton kernel use it: on GPUs, and anywhere under Triton's
+    interpreter (`TRITON_INTERPRET=1`, for tests); kernels know no float64."""
+    return (x.is_cuda or _INTERPRETED) and x.dtype != torch.float64
 
 
 class _NoContext:

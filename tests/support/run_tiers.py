@@ -15,8 +15,8 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -27,11 +27,16 @@ GRACE = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """A folder under tests/ with its time budget and number of xdist workers (0: none)."""
+    """A folder under tests/ with its time budget and number of xdist workers (0: none).
+
+    Args:
+        env: Set for its process: what must stand before the first import.
+    """
 
     name: str
     budget_s: float
     workers: int
+    env: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, report: Path) -> list[str]:
         """The pytest command line."""
@@ -69,14 +74,19 @@ def read_tiers(pyproject: Path) -> tuple[Tier, ...]:
     with pyproject.open("rb") as file:
         table = tomllib.load(file)["tool"]["k3ray"]["test-budgets"]
     return tuple(
-        Tier(name=name, budget_s=float(entry["seconds"]), workers=int(entry["workers"]))
+        Tier(
+            name=name,
+            budget_s=float(entry["seconds"]),
+            workers=int(entry["workers"]),
+            env=entry.get("env", {}),
+        )
         for name, entry in table.items()
     )
 
 
 def run_tier(tier: Tier) -> Outcome:
     """Run one tier; its output goes straight to ours."""
-    environment = {**os.environ, "K3RAY_TEST_TIER": tier.name, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "K3RAY_TEST_TIER": tier.name, "OMP_NUM_THREADS": "1", **tier.env}
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="k3ray-tests-") as folder:
         report = Path(folder) / "report.xml"

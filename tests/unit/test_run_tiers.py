@@ -21,6 +21,9 @@ def _outcome(name: str, *, passed: int, failed: int = 0, status: int = 0) -> Out
 def test_tiers_come_from_pyproject_in_order() -> None:
     tiers = read_tiers(ROOT / "pyproject.toml")
     assert [tier.name for tier in tiers][:3] == ["unit", "property", "parity"]
+    by_name = {tier.name: tier for tier in tiers}
+    assert by_name["kernels"].env == {"TRITON_INTERPRET": "1"}
+    assert by_name["unit"].env == {}
     assert "-n" in tiers[0].command(Path("r.xml"))
     assert "-n" not in next(t for t in tiers if t.name == "cluster").command(Path("r.xml"))
 
