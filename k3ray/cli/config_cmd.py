@@ -1,11 +1,11 @@
-"""`k3ray config show`: a resolved config as YAML, with its digest and the model's size."""
+"""`k3ray config`: a resolved config as YAML with its digest; the JSON Schema of every config."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
@@ -35,6 +35,7 @@ class Kind(StrEnum):
 
 _CLASSES: Mapping[Kind, type[BaseModel]] = {
     Kind.SUPERNODE: SupernodeSpec,
+    Kind.MODEL: ModelConfig,
     Kind.CLUSTER: LocalClusterConfig,
     Kind.CURATE: CurateConfig,
     Kind.PRETRAIN: PretrainConfig,
@@ -47,7 +48,7 @@ _PRESET_KEY: Mapping[Kind, str] = {
 
 @app.callback()
 def _config() -> None:
-    """Show resolved configs and their digest."""
+    """Show resolved configs and their schemas."""
 
 
 @app.command()
@@ -71,6 +72,23 @@ def show(
     if model is not None:
         count = count_parameters(model.text_config)
         typer.echo(f"# model: {count.total:,} text parameters, {count.active:,} active per token")
+
+
+@app.command()
+def schema(
+    kind: Annotated[Kind, typer.Option("--schema-class", help="which config")] = Kind.SUPERNODE,
+) -> None:
+    """Print the JSON Schema of a config, for editors and other programs."""
+    typer.echo(json.dumps(json_schema(kind), indent=2))
+
+
+def json_schema(kind: Kind) -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of what `--schema-class kind` takes; unknown keys are refused.
+
+    What involves several keys (a partition must match `groups`) only loading itself can check.
+    """
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return {**dialect, **_CLASSES[kind].model_json_schema()}
 
 
 def resolve(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 
+import jsonschema
 import pytest
 import typer
 
+from k3ray.cli.config_cmd import Kind, resolve
 from k3ray.cli.main import COMMANDS, error_text, main
 from k3ray.errors import CapacityError, ConfigError
 
@@ -42,7 +45,13 @@ def _measured(arguments: list[str]) -> tuple[float, str, str]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["config", "show"], ["config", "show", "--preset", "kimi-k3"], ["up", "--help"]],
+    [
+        ["--help"],
+        ["config", "show"],
+        ["config", "schema"],
+        ["config", "show", "--preset", "kimi-k3"],
+        ["up", "--help"],
+    ],
     ids=" ".join,
 )
 def test_light_commands_load_nothing_heavy_and_are_fast(arguments: list[str]) -> None:
@@ -74,6 +83,24 @@ def test_config_show_prints_yaml_and_digest(capsys: pytest.CaptureFixture[str]) 
     assert "preset: k3-tiny" in lines
     assert "groups: 3" in lines
     assert any(line.startswith("# digest: ") and len(line) == 74 for line in lines)
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_the_schema_of_every_config_takes_its_own_and_nothing_unknown(
+    kind: Kind, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["config", "schema", "--schema-class", kind])
+    schema = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    needed = {"curate": ["out_dir=x"], "pretrain": ["data_dir=x"]}.get(kind, [])
+    preset = "kimi-k3" if kind is Kind.MODEL else None
+    resolved = resolve(kind, config=None, preset=preset, overrides=needed)
+    document = json.loads(resolved.model_dump_json())
+    validator.validate(document)
+    wrong = [{**document, "unknown_key": 1}, [], {**document, next(iter(document)): {"a": [None]}}]
+    assert all(not validator.is_valid(each) for each in wrong)
 
 
 def test_config_show_of_the_release_file(capsys: pytest.CaptureFixture[str]) -> None:
