@@ -62,10 +62,10 @@ def _show(home: Home, narrator: Narrator, port: int | None) -> tuple[bool, str]:
     narrator.say(f"first token {first_s:.1f} s after the command (random weights: noise as text)")
     narrator.say(
         f"{report.group} rebuilt in {report.rebuild_s:.2f} s, the stream waited "
-        f"{report.stall_s:.2f} s, plan {report.plan_before} -> {report.plan_after}, tokens "
-        f"{'unchanged' if report.same_tokens else 'CHANGED'}"
+        f"{report.stall_s:.2f} s, plan {report.plan_before} -> {report.plan_after}, tokens and "
+        f"log-prob bits {'unchanged' if report.same_bits else 'CHANGED'}"
     )
-    return report.same_tokens, url
+    return report.same_bits, url
 
 
 def _wait_for_interrupt() -> None:

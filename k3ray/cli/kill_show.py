@@ -1,8 +1,8 @@
 """The show: a stream that survives the SIGKILL of a group that its next token needs.
 
 The same seeded completion runs twice through the `openai` client: undisturbed, then with a group
-killed between two streamed tokens. Both must give the same tokens. The proof that the kill
-mattered: the stack had to repeat expert calls that the dead group owed it.
+killed between two streamed tokens. Both must give the same tokens and log-prob bits. The proof
+that the kill mattered: the stack had to repeat expert calls that the dead group owed it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ class Stream:
     first_token_s: float
 
     @property
+    def steps(self) -> tuple[tuple[str, float], ...]:
+        """Tokens with their log-probabilities; JSON keeps every bit of a float."""
+        return tuple(zip(self.tokens, self.logprobs, strict=True))
+
+    @property
     def longest_gap_s(self) -> float:
         """The longest wait between two tokens."""
         pairs = zip(self.arrivals_s, self.arrivals_s[1:], strict=False)
@@ -56,9 +61,9 @@ class KillReport:
     hop_retries: int
 
     @property
-    def same_tokens(self) -> bool:
-        """Whether both runs gave the same tokens."""
-        return self.undisturbed.tokens == self.disturbed.tokens
+    def same_bits(self) -> bool:
+        """Whether both runs gave the same tokens with the same log-probabilities, bit for bit."""
+        return self.undisturbed.steps == self.disturbed.steps
 
 
 def stream_completion(

@@ -76,7 +76,7 @@ def _run(home: Home, narrator: Narrator, *, stay: bool) -> bool:
     if stay:
         _say_where(narrator, home, url, jobs)
         _stay(narrator)
-    return report.same_tokens
+    return report.same_bits
 
 
 def submit(
@@ -112,8 +112,8 @@ def _say_report(narrator: Narrator, report: KillReport) -> None:
     say = narrator.say
     say(f"answer: {report.disturbed.text!r}")
     say(
-        f"stream across the kill: {'the same' if report.same_tokens else 'OTHER'} "
-        f"{len(report.disturbed.tokens)} tokens as the undisturbed run; "
+        f"stream across the kill: {'the same' if report.same_bits else 'OTHER'} "
+        f"{len(report.disturbed.tokens)} tokens and log-prob bits as the undisturbed run; "
         f"{report.hop_retries} expert calls were repeated"
     )
     say(

@@ -1,8 +1,9 @@
 """Kills under load: what the clients saw, and how long they waited.
 
 Brings up `k3-tiny` (2 groups without replica, 2 stacks), runs four seeded streams without pause,
-and SIGKILLs a group, then a stack, `--kills` times each. Every stream's tokens are compared with an
-undisturbed run. Prints lost / doubled / changed tokens and the stall's p50 / p99 per kind of kill.
+and SIGKILLs a group, then a stack, `--kills` times each. Every stream's tokens and log-prob bits
+are compared with an undisturbed run. Prints lost / doubled / changed tokens and the stall's p50 /
+p99 per kind of kill.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Load:
                 continue
             with self._lock:
                 self.num_streams += 1
-                self.damage += compare_tokens(self.golden[i].tokens, seen.tokens)
+                self.damage += compare_tokens(self.golden[i].steps, seen.steps)
 
     def start(self) -> None:
         for thread in self._threads:
