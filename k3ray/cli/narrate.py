@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TextIO
 
 import typer
@@ -23,12 +23,13 @@ from k3ray.errors import K3RayError
 SILENCE_S = 4.0
 _RAY_CHATTER = re.compile(
     r"^\d{4}-\d\d-\d\d .*\b(INFO|SUCC) \w+\.py:\d+ -- |^(\x1b\[\d+m)?\(raylet\)"
+    r"|^(\x1b\[\d+m)?INFO \d{4}-\d\d-\d\d [\d:,]+ serve \d+ -- "
 )
 """Lines of Ray's own clients that tell a reader of the story nothing."""
 
 
 class _WithoutChatter(io.TextIOBase):
-    """A stdout that drops what Ray prints into its driver's; `print` writes a line, then its end.
+    """A stream that drops what Ray prints into its driver's; `print` writes a line, then its end.
 
     Ray offers no switch for it: `log_to_driver=False` silences the workers' lines only.
     """
@@ -55,8 +56,9 @@ class _WithoutChatter(io.TextIOBase):
 
 @contextmanager
 def without_ray_chatter() -> Iterator[None]:
-    """Keep what Ray prints by itself out of stdout for a block."""
-    with redirect_stdout(_WithoutChatter(sys.stdout)):
+    """Keep what Ray prints by itself out of stdout and stderr for a block."""
+    out, err = _WithoutChatter(sys.stdout), _WithoutChatter(sys.stderr)
+    with redirect_stdout(out), redirect_stderr(err):
         yield
 
 

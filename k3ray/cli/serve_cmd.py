@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from k3ray.cli.narrate import Narrator
+from k3ray.cli.narrate import Narrator, without_ray_chatter
 from k3ray.cli.supernode_args import home_from_environment, read_cluster, read_spec
 from k3ray.weights.checkpoint import Checkpoint
 
@@ -34,12 +34,12 @@ def serve(
     home, local, narrator = home_from_environment(), read_cluster(cluster), Narrator()
     chosen = [*(overrides or []), *([f"checkpoint={checkpoint.absolute()}"] if checkpoint else [])]
     by_its_own_spec = config is None and preset is None and not chosen and is_up(home)
-    with narrator.phase("bringing the supernode up"):
+    with without_ray_chatter(), narrator.phase("bringing the supernode up"):
         if by_its_own_spec:
             supernode = connect(home)
         else:
             spec = read_spec(config, chosen, preset)
             supernode = ensure_up(spec, home, local, say=narrator.say)
-    with narrator.phase("deploying the endpoint"):
+    with without_ray_chatter(), narrator.phase("deploying the endpoint"):
         url = deploy(supernode, port=port)
     typer.echo(f"serving at {url}/v1 (page: {url}/ui, health: {url}/health)")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from k3ray.cli.narrate import Narrator
+from k3ray.cli.narrate import Narrator, without_ray_chatter
 from k3ray.cli.supernode_args import home_from_environment, read_cluster, read_spec
 
 
@@ -22,7 +22,7 @@ def up(
     from k3ray.actors.supernode import ensure_up
 
     narrator = Narrator()
-    with narrator.phase("bringing the supernode up"):
+    with without_ray_chatter(), narrator.phase("bringing the supernode up"):
         supernode = ensure_up(spec, home_from_environment(), local, say=narrator.say)
     typer.echo(f"supernode {supernode.info.name!r} is up: {supernode.home.root}")
     typer.echo("next: `k3ray serve` for HTTP, `k3ray status` to look, `k3ray down` to end it")

@@ -20,7 +20,12 @@ def test_lines_of_ray_are_dropped_and_ours_kept(capsys: pytest.CaptureFixture[st
         print("second (raylet) is kept")
         print()
         print("last", end="")
-    assert capsys.readouterr().out == "first\nsecond (raylet) is kept\n\nlast"
+        print("\x1b[33m(raylet)\x1b[0m A worker died", file=sys.stderr)
+        print("INFO 2026-12-01 10:48:39,985 serve 77 -- Started Serve.", file=sys.stderr)
+        print("error: INFO of ours", file=sys.stderr)
+    seen = capsys.readouterr()
+    assert seen.out == "first\nsecond (raylet) is kept\n\nlast"
+    assert seen.err == "error: INFO of ours\n"
 
 
 def test_silence_is_broken_within_five_seconds(capsys: pytest.CaptureFixture[str]) -> None:
