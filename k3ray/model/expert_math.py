@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from k3ray.model.expert_stack import ExpertStack
-from k3ray.ops.activation import situ_glu, situ_glu_backward
+from k3ray.ops.activation import situ_glu, situ_glu_with_grads
 
 ROW_TILE = 16
 """Rows of every product are padded up to a multiple of this (design, section 5)."""
@@ -181,8 +181,7 @@ def expert_backward(
         dhidden_BF = _backward_down(stack, piece, dy_ML)
         start, stop = piece[0].start, piece[-1].stop
         gate_BF, up_BF = saved.gate_MF[start:stop], saved.up_MF[start:stop]
-        hidden_BF = situ_glu(gate_BF, up_BF, beta=situ.beta, linear_beta=situ.linear_beta)
-        dgate_BF, dup_BF = situ_glu_backward(
+        hidden_BF, dgate_BF, dup_BF = situ_glu_with_grads(
             gate_BF, up_BF, dhidden_BF, beta=situ.beta, linear_beta=situ.linear_beta
         )
         for block in piece:

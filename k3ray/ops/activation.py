@@ -52,15 +52,15 @@ def situ_glu(
     return call(_SituGlu, gate, up, beta, linear_beta)  # type: ignore[no-any-return]
 
 
-def situ_glu_backward(
+def situ_glu_with_grads(
     gate: torch.Tensor,
     up: torch.Tensor,
     grad: torch.Tensor,
     *,
     beta: float,
     linear_beta: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `situ_glu` for callers without autograd.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`situ_glu` and its gradients at once, for a backward without autograd that kept the inputs.
 
     Args:
         gate: [..., F] as in the forward.
@@ -70,16 +70,19 @@ def situ_glu_backward(
         linear_beta: As in the forward.
 
     Returns:
-        (grad_gate, grad_up), each [..., F] in the dtype of its input.
+        (result, grad_gate, grad_up), each [..., F]; the result has the bits of `situ_glu`.
     """
     if by_kernel(gate):
-        from kernels.situ_glu import situ_glu_grads as kernel
+        from kernels.situ_glu import situ_glu as kernel
+        from kernels.situ_glu import situ_glu_grads as kernel_grads
 
-        return kernel(gate, up, grad, beta=beta, linear_beta=linear_beta)
+        out = kernel(gate, up, beta=beta, linear_beta=linear_beta)
+        return out, *kernel_grads(gate, up, grad, beta=beta, linear_beta=linear_beta)
     dtype = wide_dtype(gate.dtype)
     kept = _situ_parts(gate.to(dtype), up.to(dtype), beta, linear_beta)
+    out = _situ_value(kept, beta, linear_beta).to(gate.dtype)
     grad_gate, grad_up = _situ_grads(kept, grad.to(dtype), beta, linear_beta)
-    return grad_gate.to(gate.dtype), grad_up.to(up.dtype)
+    return out, grad_gate.to(gate.dtype), grad_up.to(up.dtype)
 
 
 _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -91,6 +94,11 @@ def _situ_parts(
     """tanh(gate / beta), sigmoid(gate), and tanh(up / linear_beta) or `up` itself."""
     bounded = up if linear_beta is None else torch.tanh(up / linear_beta)
     return torch.tanh(gate / beta), _sigmoid(gate), bounded
+
+
+def _situ_value(kept: _Parts, beta: float, linear_beta: float | None) -> torch.Tensor:
+    t, s, bounded = kept
+    return (t * s).mul_(beta * (1.0 if linear_beta is None else linear_beta)).mul_(bounded)
 
 
 def _situ_grads(
@@ -153,12 +161,11 @@ class _SituGlu(torch.autograd.Function):
     ) -> torch.Tensor:
         dtype = wide_dtype(gate.dtype)
         # The parts are kept, not the inputs: a tanh costs as much as ten multiplications.
-        t, s, bounded = _situ_parts(gate.to(dtype), up.to(dtype), beta, linear_beta)
-        ctx.save_for_backward(t, s, bounded)
+        kept = _situ_parts(gate.to(dtype), up.to(dtype), beta, linear_beta)
+        ctx.save_for_backward(*kept)
         ctx.bounds = (beta, linear_beta)
         ctx.dtypes = (gate.dtype, up.dtype)
-        out = (t * s).mul_(beta * (1.0 if linear_beta is None else linear_beta))
-        return out.mul_(bounded).to(gate.dtype)
+        return _situ_value(kept, beta, linear_beta).to(gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from k3ray.ops.activation import situ_glu as door
-from k3ray.ops.activation import situ_glu_backward as door_backward
+from k3ray.ops.activation import situ_glu_with_grads as door_with_grads
 from kernels.situ_glu import situ_glu, situ_glu_grads
 from kernels.situ_glu.reference import situ_glu_reference
 
@@ -142,8 +142,8 @@ def test_the_door_leads_to_the_kernel() -> None:
     assert torch.equal(door(gate, up, beta=4.0, linear_beta=25.0), kernel)
     wide = door(gate.double(), up.double(), beta=4.0, linear_beta=25.0)
     assert wide.dtype is torch.float64, "kernels know no float64: the plain op answers"
-    found = door_backward(gate, up, grad, beta=4.0, linear_beta=25.0)
-    expected = situ_glu_grads(gate, up, grad, beta=4.0, linear_beta=25.0)
+    found = door_with_grads(gate, up, grad, beta=4.0, linear_beta=25.0)
+    expected = (kernel, *situ_glu_grads(gate, up, grad, beta=4.0, linear_beta=25.0))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from k3ray.ops.activation import sigmoid, silu, situ_glu, situ_glu_backward
+from k3ray.ops.activation import sigmoid, silu, situ_glu, situ_glu_with_grads
 
 
 @pytest.mark.parametrize("linear_beta", [25.0, None])
@@ -15,7 +15,10 @@ def test_situ_glu_formula_and_gradients(linear_beta: float | None) -> None:
     out = situ_glu(gate, up, beta=4.0, linear_beta=linear_beta)
     torch.testing.assert_close(out, expected)
     sent = torch.randn_like(out)
-    by_hand = situ_glu_backward(gate.detach(), up.detach(), sent, beta=4.0, linear_beta=linear_beta)
+    again_out, *by_hand = situ_glu_with_grads(
+        gate.detach(), up.detach(), sent, beta=4.0, linear_beta=linear_beta
+    )
+    assert torch.equal(again_out, out)
     for grad, again, want in zip(
         torch.autograd.grad(out, (gate, up), sent),
         by_hand,
