@@ -26,20 +26,21 @@ def serve(
     cluster: Annotated[str | None, typer.Option(help="YAML of the local Ray node")] = None,
 ) -> None:
     """Deploy the endpoint; brings the supernode up first when it is not."""
-    from k3ray.actors.supernode import connect, ensure_up, is_up
-    from k3ray.serve.app import deploy
-
     if checkpoint is not None:
         Checkpoint.open(checkpoint)  # refused here, before anything is started
     home, local, narrator = home_from_environment(), read_cluster(cluster), Narrator()
     chosen = [*(overrides or []), *([f"checkpoint={checkpoint.absolute()}"] if checkpoint else [])]
-    by_its_own_spec = config is None and preset is None and not chosen and is_up(home)
-    with without_ray_chatter(), narrator.phase("bringing the supernode up"):
-        if by_its_own_spec:
-            supernode = connect(home)
-        else:
-            spec = read_spec(config, chosen, preset)
-            supernode = ensure_up(spec, home, local, say=narrator.say)
-    with without_ray_chatter(), narrator.phase("deploying the endpoint"):
-        url = deploy(supernode, port=port)
+    with without_ray_chatter():  # around the imports too: Serve's log takes its stream there
+        from k3ray.actors.supernode import connect, ensure_up, is_up
+        from k3ray.serve.app import deploy
+
+        by_its_own_spec = config is None and preset is None and not chosen and is_up(home)
+        with narrator.phase("bringing the supernode up"):
+            if by_its_own_spec:
+                supernode = connect(home)
+            else:
+                spec = read_spec(config, chosen, preset)
+                supernode = ensure_up(spec, home, local, say=narrator.say)
+        with narrator.phase("deploying the endpoint"):
+            url = deploy(supernode, port=port)
     typer.echo(f"serving at {url}/v1 (page: {url}/ui, health: {url}/health)")

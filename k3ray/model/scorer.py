@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -37,6 +37,7 @@ class CheckpointScorer:
     def __init__(self, path: Path, *, numeric: NumericMode = NumericMode.DETERMINISTIC) -> None:
         checkpoint = Checkpoint.open(path)
         self.text: TextConfig = checkpoint.model.text_config
+        self._sees_images = checkpoint.model.vision_config is not None
         self._numeric = numeric
         self.model = K3Model(self.text, numeric=numeric)
         self.model.load_state_dict(read_dense(checkpoint), strict=True)
@@ -51,24 +52,25 @@ class CheckpointScorer:
         self._executor = LocalExecutor(bank, version=_VERSION)
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """[T, V] float32 logits after every token.
+        """[T, V] float32 logits after every token; raises as `rows`."""
+        return torch.cat(list(self.rows(token_ids)))
+
+    def rows(self, token_ids: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Logits [t, V] float32 of one piece after the other, t at most `PREFILL_TOKENS`.
 
         Raises:
-            BadRequestError: no tokens, an id out of range, or an image placeholder.
+            BadRequestError: no tokens, an id out of range, or the image placeholder of a model
+                that has a vision tower.
             ContextLengthError: more tokens than the model's context.
         """
         self._check(token_ids)
         tokens_T = torch.tensor(list(token_ids), dtype=torch.int64)
         num_pages = -(-len(tokens_T) // CHUNK)
         state = ServeState(self.text, num_slots=1, num_pages=num_pages, numeric=self._numeric)
-        parts = []
         for start in range(0, len(tokens_T), PREFILL_TOKENS):
             part_T = tokens_T[start : start + PREFILL_TOKENS]
             span = SeqSpan(slot=0, pages=tuple(range(num_pages)), start=start, length=len(part_T))
-            parts.append(
-                self.model.forward_serve(part_T, [span], state, self._executor, all_rows=True)
-            )
-        return torch.cat(parts)
+            yield self.model.forward_serve(part_T, [span], state, self._executor, all_rows=True)
 
     def _check(self, token_ids: Sequence[int]) -> None:
         if not token_ids:
@@ -86,7 +88,7 @@ class CheckpointScorer:
                 remedy="use the checkpoint's own tokenizer", param="token_ids",
             )  # fmt: skip
         media = vocab - MEDIA_PAD_FROM_END
-        if media in token_ids:
+        if self._sees_images and media in token_ids:
             raise BadRequestError(
                 f"token {media} stands for an image, and images are not computed",
                 remedy="score text only", param="token_ids",

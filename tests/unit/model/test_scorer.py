@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from k3ray.cli.main import main
+from k3ray.config.model import VisionConfig
 from k3ray.config.presets import PRESETS
 from k3ray.config.supernode import SupernodeSpec
 from k3ray.errors import BadRequestError, ConfigError, ContextLengthError, StoreError
 from k3ray.model.checkpoint_codec import random_source, read_dense, read_expert
 from k3ray.model.scorer import CheckpointScorer
 from k3ray.model.store_export import export_version, import_checkpoint
+from k3ray.ops.logprobs import token_logprobs
 from k3ray.weights.checkpoint import Checkpoint
 from k3ray.weights.checkpoint_writer import write_checkpoint
 from k3ray.weights.release_layout import ExpertFormat
@@ -77,10 +80,27 @@ def test_bad_tokens_are_refused(tmp_path: Path) -> None:
     for tokens, word in (([], "no token"), ([1, 512], "not in"), ([-1], "not in")):
         with pytest.raises(BadRequestError, match=word):
             scorer.logits(tokens)
-    with pytest.raises(BadRequestError, match="image"):
-        scorer.logits([1, 512 - (163840 - 163605)])
+    image = 512 - (163840 - 163605)
+    assert scorer.logits([1, image]).shape == (2, 512), (
+        "a model without a vision tower has no image"
+    )
     with pytest.raises(ContextLengthError):
         scorer.logits([1] * (TINY.text_config.max_position_embeddings + 1))
+
+
+def test_images_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vision = VisionConfig(
+        vt_hidden_size=32, vt_num_hidden_layers=1, vt_num_attention_heads=2, qkv_hidden_size=32,
+        vt_intermediate_size=64, mm_hidden_size=32, text_hidden_size=TINY.text_config.hidden_size,
+    )  # fmt: skip
+    seeing = TINY.model_copy(update={"vision_config": vision})
+    folder = tmp_path / "checkpoint"
+    write_checkpoint(folder, seeing, ExpertFormat.BF16, random_source(seeing, 3))
+    with pytest.raises(BadRequestError, match="image"):
+        CheckpointScorer(folder).logits([1, 512 - (163840 - 163605)])
+    command = ["score", "--checkpoint", str(folder), "--token-ids", "1", "--image", "x.png"]
+    assert main(command) == 2
+    assert "not computed yet" in capsys.readouterr().err
 
 
 def test_the_command_prints_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,6 +110,23 @@ def test_the_command_prints_the_same(tmp_path: Path, capsys: pytest.CaptureFixtu
     document = json.loads(capsys.readouterr().out)
     assert len(document["logprobs"]) == 2
     assert document["logits"] == CheckpointScorer(folder).logits([1, 2, 3]).tolist()
+
+
+def test_a_long_file_of_tokens_is_scored_in_pieces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, long = write(tmp_path / "checkpoint", ExpertFormat.FP32), TOKENS * 4
+    file = tmp_path / "tokens.txt"
+    file.write_text(",".join(map(str, long)))
+    with pytest.raises(SystemExit):
+        main(["score", "--checkpoint", str(folder), "--token-file", str(file), "--json"])
+    document = json.loads(capsys.readouterr().out)
+    logits = CheckpointScorer(folder).logits(long)
+    expected = token_logprobs(logits[:-1].numpy(), np.array(long[1:]))
+    assert document["logprobs"] == expected.tolist()
+    assert document["next_token"] == int(logits[-1].argmax())
+    for options in ([], ["--token-ids", "1", "--token-file", str(file)], ["--token-file", "none"]):
+        assert main(["score", "--checkpoint", str(folder), *options]) == 2
 
 
 def test_another_model_is_not_exported(tmp_path: Path) -> None:
