@@ -75,11 +75,8 @@ class KdaAttention(nn.Module):
 
     def forward(self, x_TX: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
         """[T, X] of whole documents."""
-        convolved = [
-            short_conv(stream, conv.weight.squeeze(1), layout=layout)
-            for stream, conv in self._streams(x_TX)
-        ]
-        o_THK, _ = kda_chunkwise(*self._operands(x_TX, convolved), layout=layout)
+        convolved_TC = short_conv(self._streams(x_TX), self._taps(), layout=layout)
+        o_THK, _ = kda_chunkwise(*self._operands(x_TX, convolved_TC), layout=layout)
         return self._output(x_TX, o_THK)
 
     def serve(self, x_TX: torch.Tensor, step: ServeStep) -> torch.Tensor:
@@ -137,26 +134,30 @@ class KdaAttention(nn.Module):
         open_BW.index_copy_(0, grid.kept_target_T, new_TW.index_select(0, grid.kept_T))
         return out_MHK.index_select(0, grid.new_rows_T)
 
-    def _streams(self, x_TX: torch.Tensor) -> list[tuple[torch.Tensor, _Conv]]:
-        return [
-            (self.q_proj(x_TX), self.q_conv1d),
-            (self.k_proj(x_TX), self.k_conv1d),
-            (self.v_proj(x_TX), self.v_conv1d),
-        ]
+    def _streams(self, x_TX: torch.Tensor) -> torch.Tensor:
+        """[T, 3P] inputs of the convolutions: q, k and v side by side."""
+        return torch.cat((self.q_proj(x_TX), self.k_proj(x_TX), self.v_proj(x_TX)), dim=-1)
 
-    def _convolve_spans(self, x_TX: torch.Tensor, step: ServeStep) -> list[torch.Tensor]:
+    def _taps(self) -> torch.Tensor:
+        """[3P, J] of all three; one convolution of few rows costs what three would each."""
+        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        return torch.cat([conv.weight.squeeze(1) for conv in convs])
+
+    def _convolve_spans(self, x_TX: torch.Tensor, step: ServeStep) -> torch.Tensor:
         states_NWC = step.state.conv_ANWC[self.index]
-        befores = states_NWC[step.slots_S].chunk(3, dim=-1)
-        convolved, tails = [], []
-        for (stream, conv), before in zip(self._streams(x_TX), befores, strict=True):
-            weight = conv.weight.squeeze(1)
-            convolved.append(short_conv(stream, weight, layout=step.layout, state_DWC=before))
-            tails.append(conv_tail(stream, layout=step.layout, state_DWC=before))
-        states_NWC.index_copy_(0, step.slots_S, torch.cat(tails, dim=-1))
-        return convolved
+        before_SWC = states_NWC[step.slots_S]
+        streams_TC = self._streams(x_TX)
+        convolved_TC = short_conv(
+            streams_TC, self._taps(), layout=step.layout, state_DWC=before_SWC
+        )
+        after_SWC = conv_tail(streams_TC, layout=step.layout, state_DWC=before_SWC)
+        states_NWC.index_copy_(0, step.slots_S, after_SWC)
+        return convolved_TC
 
-    def _operands(self, x_TX: torch.Tensor, convolved: list[torch.Tensor]) -> _Operands:
-        q_THK, k_THK, v_THK = (silu(y).view(len(y), self.heads, self.head_dim) for y in convolved)
+    def _operands(self, x_TX: torch.Tensor, convolved_TC: torch.Tensor) -> _Operands:
+        tokens = len(convolved_TC)
+        apart_3TP = convolved_TC.view(tokens, 3, -1).transpose(0, 1).contiguous()
+        q_THK, k_THK, v_THK = silu(apart_3TP).view(3, tokens, self.heads, self.head_dim).unbind()
         wide = self.dt_bias.dtype
         z_TP = self.f_b_proj(self.f_a_proj(x_TX)).to(wide) + self.dt_bias
         return _Operands(

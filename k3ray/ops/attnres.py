@@ -15,6 +15,9 @@ from k3ray.ops.activation import wide_dtype
 from k3ray.ops.function import call
 from k3ray.ops.linear import row_linear
 
+_FEW_ROWS = 64
+"""Up to here one call for all sources is cheaper than one for each, though it copies them."""
+
 
 def attnres_mix(
     sources: Sequence[torch.Tensor], weight_H: torch.Tensor, *, eps: float = 1e-5
@@ -42,9 +45,16 @@ class _AttnResMix(torch.autograd.Function):
         dtype = wide_dtype(sources[0].dtype)
         weight = weight_H.to(dtype)
         wide = [source.to(dtype) for source in sources]
-        inv_TN = torch.stack([v.square().mean(-1) for v in wide], dim=-1).add_(eps).rsqrt_()
         # A product with one column, padded like all others: `v @ weight` changes bits with T.
-        score_TN = torch.cat([row_linear(v, weight[None]) for v in wide], dim=-1).mul_(inv_TN)
+        if len(wide[0]) <= _FEW_ROWS:  # the same row operations, on all sources at once
+            all_NTH = torch.cat(wide)
+            inv_TN = all_NTH.square().mean(-1).view(len(wide), -1).T.contiguous()
+            dots = row_linear(all_NTH, weight[None])
+            score_TN = dots.view(len(wide), -1).T.contiguous()
+        else:
+            inv_TN = torch.stack([v.square().mean(-1) for v in wide], dim=-1)
+            score_TN = torch.cat([row_linear(v, weight[None]) for v in wide], dim=-1)
+        score_TN.mul_(inv_TN.add_(eps).rsqrt_())
         exps_TN = (score_TN - score_TN.amax(-1, keepdim=True)).exp_()
         prob_TN = exps_TN / exps_TN.sum(-1, keepdim=True)
         out_TH = wide[0] * prob_TN[:, :1]

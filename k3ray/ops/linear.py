@@ -5,6 +5,8 @@ Legend: T rows, I inputs, O outputs, B matrices of a batch.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.nn import functional
 
@@ -26,7 +28,8 @@ def row_linear(x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     missing = -rows % ROW_TILE
     if missing == 0:
         return functional.linear(x, weight_OI)
-    return functional.linear(functional.pad(x, (0, 0, 0, missing)), weight_OI)[:rows]
+    padded = torch.cat((x, _zero_rows(x.shape[1], x.dtype, x.device)[:missing]))
+    return functional.linear(padded, weight_OI)[:rows]
 
 
 def row_bmm(x_BTI: torch.Tensor, weight_BIO: torch.Tensor) -> torch.Tensor:
@@ -44,3 +47,10 @@ def row_bmm(x_BTI: torch.Tensor, weight_BIO: torch.Tensor) -> torch.Tensor:
     if missing == 0:
         return torch.bmm(x_BTI, weight_BIO)
     return torch.bmm(functional.pad(x_BTI, (0, 0, 0, missing)), weight_BIO)[:, :rows]
+
+
+@functools.lru_cache(maxsize=64)
+def _zero_rows(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Rows to pad with, [15, width]: joining them costs a fifth of what padding does."""
+    with torch.inference_mode(mode=False):
+        return torch.zeros(ROW_TILE - 1, width, dtype=dtype, device=device)

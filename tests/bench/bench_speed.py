@@ -74,7 +74,19 @@ def share_row(preset: str, sequences: int, rounds: int, root: Path) -> dict[str,
         ]
         row[f"{name}_tokens_per_s"] = round(work.tokens / statistics.median(seconds[name]))
         row[f"{name}_share_of_peak"] = round(statistics.median(shares), 4)
+    row["largest_costs"] = largest_costs(works[str(NumericMode.FAST)])
     return row
+
+
+def largest_costs(work: Work) -> dict[str, float]:
+    """Share of a step's time in its three largest operations."""
+    torch.set_num_threads(2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        work()
+    costs = {event.key: event.self_cpu_time_total for event in profile.key_averages()}
+    total = sum(costs.values())
+    largest = sorted(costs, key=lambda name: -costs[name])[:3]
+    return {name: round(costs[name] / total, 3) for name in largest}
 
 
 def against_transformers(rounds: int, root: Path) -> dict[str, object]:
