@@ -11,6 +11,8 @@ Legend: I values of a row, B = I / 32 blocks. Source: architecture.md section 7.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 BLOCK = 32
@@ -147,7 +149,14 @@ def _scaled(units: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:
 
 def _scale_values(scale_bytes: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """[..., B, 1] float32 scales; a byte of 255 is NaN."""
-    exponents = torch.arange(256, dtype=torch.float64) - _BIAS
-    table = torch.exp2(exponents).float()  # exact: 2^-127 is a denormal, 2^127 fits
-    table[NAN_SCALE] = torch.nan
-    return table.to(like.device)[scale_bytes.long()].unsqueeze(-1)
+    return _scale_table(like.device)[scale_bytes.long()].unsqueeze(-1)
+
+
+@functools.lru_cache(maxsize=16)
+def _scale_table(device: torch.device) -> torch.Tensor:
+    """[256] float32 value of each E8M0 byte."""
+    with torch.inference_mode(mode=False):
+        exponents = torch.arange(256, dtype=torch.float64) - _BIAS
+        table = torch.exp2(exponents).float()  # exact: 2^-127 is a denormal, 2^127 fits
+        table[NAN_SCALE] = torch.nan
+        return table.to(device)
