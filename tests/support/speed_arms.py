@@ -105,7 +105,8 @@ class Serving:
             for slot, start in sequences
         ]
         tokens = torch.cat([self._tokens[start : start + length] for _, start in sequences])
-        self._model.forward_serve(tokens, spans, self._state, self._executor)
+        with torch.inference_mode():  # as the engine's runner does
+            self._model.forward_serve(tokens, spans, self._state, self._executor)
 
 
 class KimiLinear:
