@@ -77,7 +77,9 @@ class ServeRunner:
         """
         if version in self._models:
             return
-        model = K3Model(self._config, device=self._device, dtype=torch.float32)
+        model = K3Model(
+            self._config, device=self._device, dtype=torch.float32, numeric=self._state.numeric
+        )
         model.load_state_dict(dict(tensors), strict=True)
         model.requires_grad_(requires_grad=False)
         model.eval()

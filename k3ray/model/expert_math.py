@@ -22,9 +22,7 @@ import torch
 
 from k3ray.model.expert_stack import ExpertStack
 from k3ray.ops.activation import situ_glu, situ_glu_with_grads
-
-ROW_TILE = 16
-"""Rows of every product are padded up to a multiple of this (design, section 5)."""
+from k3ray.ops.linear import ROW_TILE
 
 PIECE_FLOPS = 5e7
 """Work between two yields: a few milliseconds on one CPU core."""

@@ -51,6 +51,7 @@ class K3Model(nn.Module):
         place = Placement(device=device, dtype=dtype, numeric=numeric)
         self.cfg = cfg
         self.checkpoint_activations = checkpoint_activations
+        self.numeric = numeric
         self.model = _Trunk(cfg, place)
         self.lm_head = Linear(cfg.hidden_size, cfg.vocab_size, place)
 
@@ -110,9 +111,12 @@ class K3Model(nn.Module):
             [S, V] or [T, V] float32.
 
         Raises:
-            ValueError: spans and tokens do not match, or pages do not cover a span.
+            ValueError: spans and tokens do not match, pages do not cover a span, or the state is
+                of another numeric mode than the model.
             PeerLostError, DeadlineError: from the executor.
         """
+        if state.numeric is not self.numeric:
+            raise ValueError(f"a {self.numeric} model cannot serve from a {state.numeric} state")
         step = build_step(spans, state, num_tokens=len(tokens_T))
 
         def attend(attention: Attention, x_TX: torch.Tensor) -> torch.Tensor:

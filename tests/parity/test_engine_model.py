@@ -7,12 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from k3ray.config.numeric import NumericMode
 from k3ray.config.presets import PRESETS
 from k3ray.config.supernode import EngineConfig
 from k3ray.engine.engine import Engine
 from k3ray.engine.request import FinishReason, Request, SamplingParams, TokenEvent
 from k3ray.errors import PeerLostError
-from tests.support.local_stack import local_engine, local_runner
+from k3ray.model.k3 import K3Model
+from k3ray.model.local_executor import LocalExecutor
+from k3ray.model.serve_state import SeqSpan, ServeState
+from tests.support.local_stack import local_bank, local_engine, local_runner
 
 CFG = PRESETS["k3-tiny"].text_config
 CONFIG = EngineConfig(
@@ -148,3 +152,22 @@ def test_a_poisoned_version_ends_its_requests_only() -> None:
     for request in filling:
         assert_same(read(engine, request), read(engine, filling[0]))
     assert_same(run(engine, make_request("after")), want)
+
+
+def test_fast_mode_serves_the_same_up_to_rounding(engine: Engine) -> None:
+    request = make_request("fast", prompt=tuple(range(30, 150)))
+    want = run(engine, request)
+    got = run(local_engine(CFG, CONFIG, seeds={"v1": 0}, numeric=NumericMode.FAST), request)
+    assert [event.token for event in got] == [event.token for event in want]
+    for one, other in zip(got, want, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_a_model_and_a_state_of_two_modes_are_refused() -> None:
+    state = ServeState(CFG, num_slots=1, num_pages=1, numeric=NumericMode.DETERMINISTIC)
+    span = SeqSpan(slot=0, pages=(0,), start=0, length=1)
+    executor = LocalExecutor(local_bank(CFG, {"v1": 0}), version="v1")
+    with pytest.raises(ValueError, match="a fast model cannot serve from a deterministic state"):
+        K3Model(CFG, numeric=NumericMode.FAST).forward_serve(
+            torch.tensor([1]), [span], state, executor
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from k3ray.config.model import TextConfig
+from k3ray.config.numeric import NumericMode
 from k3ray.config.supernode import EngineConfig
 from k3ray.engine.engine import SCORE_SLOTS, Engine
 from k3ray.engine.serve_runner import ServeRunner
@@ -40,7 +41,12 @@ def local_bank(cfg: TextConfig, seeds: dict[str, int]) -> ExpertBank:
 
 
 def local_runner(
-    cfg: TextConfig, config: EngineConfig, *, seeds: dict[str, int], std: float = 0.1
+    cfg: TextConfig,
+    config: EngineConfig,
+    *,
+    seeds: dict[str, int],
+    std: float = 0.1,
+    numeric: NumericMode = NumericMode.DETERMINISTIC,
 ) -> ServeRunner:
     """A runner with one version per seed, routed experts in this process."""
     bank = local_bank(cfg, seeds)
@@ -53,6 +59,7 @@ def local_runner(
         num_slots=config.max_running + SCORE_SLOTS,
         num_pages=config.num_pages,
         executor_factory=make_executor,
+        numeric=numeric,
     )
     for version, seed in seeds.items():
         runner.load_version(version, dense_tensors(cfg, seed, std=std))
@@ -60,7 +67,12 @@ def local_runner(
 
 
 def local_engine(
-    cfg: TextConfig, config: EngineConfig, *, seeds: dict[str, int] | None = None
+    cfg: TextConfig,
+    config: EngineConfig,
+    *,
+    seeds: dict[str, int] | None = None,
+    numeric: NumericMode = NumericMode.DETERMINISTIC,
 ) -> Engine:
     """An engine over `local_runner`; version "v1" by default."""
-    return Engine(cfg, config, local_runner(cfg, config, seeds=seeds or {"v1": 0}))
+    runner = local_runner(cfg, config, seeds=seeds or {"v1": 0}, numeric=numeric)
+    return Engine(cfg, config, runner)
