@@ -27,6 +27,7 @@ from k3ray.text.chat import (
     TurnOptions,
 )  # fmt: skip
 from k3ray.text.special_tokens import CLOSE, END_OF_MSG, OPEN, SEP
+from k3ray.text.strict_json import json_kind
 from k3ray.text.tokenizer import K3Tokenizer
 from k3ray.text.tool_results import TurnMessage, in_call_order
 
@@ -220,25 +221,8 @@ def _call(writer: _Writer, call: ToolCall, index: int, place: str) -> None:
     else:
         for key, value in call.arguments.items():
             text = value if isinstance(value, str) else _json_text(value, f"{place}.{key}")
-            writer.element("argument", {"key": key, "type": argument_type(value)}, (text,))
+            writer.element("argument", {"key": key, "type": json_kind(value)}, (text,))
     writer.close("call")
-
-
-def argument_type(value: object) -> str:
-    """The `type` attribute of an argument."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-        case Mapping():
-            return "object"
-        case _:
-            return "array"
 
 
 def _json_text(value: object, place: str) -> str:
