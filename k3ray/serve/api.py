@@ -45,6 +45,7 @@ class Call:
         seed: None means that the ingress draws one.
         logprobs: Whether log-probabilities are sent; `sampling.num_logprobs` is the number of
             alternatives beside each token's own.
+        one_tool_call: Chat only: the answer ends where a second call would begin.
         digest: Of everything but how the answer is delivered.
     """
 
@@ -53,6 +54,7 @@ class Call:
     messages: tuple[ChatMessage, ...] = ()
     turn: TurnOptions = NO_OPTIONS
     thinking: bool | None = None
+    one_tool_call: bool = False
     prompts: tuple[str | tuple[int, ...], ...] = ()
     sampling: SamplingParams
     max_tokens: int | None
@@ -87,6 +89,7 @@ def parse_chat(body: bytes, *, models: Collection[str]) -> Call:
         messages=messages,
         turn=turn,
         thinking=thinking,
+        one_tool_call=fields.parallel_tool_calls is False,
         **_common(fields, document, logprobs=bool(fields.logprobs), top=fields.top_logprobs or 0),
         max_tokens=fields.max_tokens if longest is None else longest,
     )

@@ -125,7 +125,7 @@ class ChatBody(SamplingBody):
     tools: Any = None
     tool_choice: Any = None
     response_format: Any = None
-    parallel_tool_calls: Ignored
+    parallel_tool_calls: bool | None = None
     verbosity: Ignored
     functions: Unsupported = None
     function_call: Unsupported = None

@@ -41,6 +41,7 @@ class TextStream:
         )
         self._stops = StopMatcher(call.stop)
         self._unsent: list[SentToken] = []
+        self._one_too_many = False
 
     def first(self, echo: str | None) -> list[Piece]:
         """The pieces before any token: the role of a chat, the prompt to echo."""
@@ -80,7 +81,8 @@ class TextStream:
         """OpenAI's word: an answer that ends by itself and holds calls waits for their results."""
         if self._stops.matched is not None:
             return FinishReason.STOP.value
-        if event.finish is FinishReason.STOP and self._parser.num_calls:
+        ended = event.finish is FinishReason.STOP or self._one_too_many
+        if ended and self._parser.num_calls:
             return TOOL_CALLS
         return None if event.finish is None else event.finish.value
 
@@ -88,7 +90,9 @@ class TextStream:
         """What may be sent now."""
         for part in found:
             if isinstance(part, CallText):
-                new.calls.append(part)
+                self._one_too_many |= self._call.one_tool_call and part.index > 0
+                if not self._one_too_many:
+                    new.calls.append(part)
             elif part.channel is Channel.THINK:
                 new.reasoning += part.text
             else:

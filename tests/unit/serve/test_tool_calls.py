@@ -117,6 +117,22 @@ def test_results_are_sent_back(
     assert asked in prompt, "the model reads its own calls as it wrote them"
 
 
+def test_one_call_at_a_time(client: OpenAI, script: list[int]) -> None:
+    asked: Any = {"model": "k3", "messages": USER, "tools": TOOLS, "max_tokens": 500}
+    whole = client.chat.completions.create(**asked, parallel_tool_calls=False)
+    message = whole.choices[0].message
+    assert whole.choices[0].finish_reason == "tool_calls"
+    assert len(message.tool_calls or ()) == 1
+    usage = whole.usage
+    assert usage is not None
+    assert usage.completion_tokens < len(script), "the second call was not waited for"
+    with client.chat.completions.stream(**asked, parallel_tool_calls=False) as stream:
+        streamed = stream.get_final_completion().choices[0].message
+    assert [call.function.arguments for call in streamed.tool_calls or ()] == [
+        call.function.arguments for call in message.tool_calls or () if call.type == "function"
+    ]
+
+
 def test_cut_off_in_a_call(endpoint: Endpoint, script: list[int]) -> None:
     body = {"model": "k3", "messages": USER, "tools": TOOLS, "max_tokens": 100}
     answer = httpx.post(f"{endpoint.url}/v1/chat/completions", json=body).json()
