@@ -10,7 +10,7 @@ import torch
 from k3ray.model.executor import ExpertExecutor
 from k3ray.model.k3 import K3Model
 from k3ray.train.data_order import SequenceSource, pack
-from k3ray.train.loss import loss_sum, num_targets
+from k3ray.train.loss import head_loss_sum, num_targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ def evaluate(
     for start in range(0, count, sequences_per_batch):
         batch = pack(source, tuple(range(start, min(count, start + sequences_per_batch))))
         assert batch.targets_T is not None
-        logits_TV = model.logits(model.forward_hidden(batch, experts))
-        nats += float(loss_sum(logits_TV, batch.targets_T))
+        hidden_TX = model.forward_hidden(batch, experts)
+        nats += float(head_loss_sum(hidden_TX, model.lm_head.weight, batch.targets_T))
         num_tokens += num_targets(batch.targets_T)
     if num_tokens == 0:
         return None

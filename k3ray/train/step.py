@@ -20,7 +20,7 @@ from k3ray.train.authority import StepRecord
 from k3ray.train.data_order import DataOrder
 from k3ray.train.dense_optimizer import DenseOptimizer
 from k3ray.train.expert_side import ExpertSide
-from k3ray.train.loss import loss_sum, num_targets
+from k3ray.train.loss import head_loss_sum, num_targets
 from k3ray.train.schedule import learning_rate
 from k3ray.train.step_tag import StepTag, UpdatePlan
 
@@ -90,7 +90,7 @@ def _backward(
     """Forward and backward of one micro-batch; returns its loss in nats, summed over tokens."""
     executor = parts.experts.executor(tag, index)
     hidden_TH = parts.model.forward_hidden(batch, executor)
-    nats = loss_sum(parts.model.logits(hidden_TH), _targets(batch))
+    nats = head_loss_sum(hidden_TH, parts.model.lm_head.weight, _targets(batch))
     (nats * scale).backward()  # type: ignore[no-untyped-call]
     return float(nats.detach())
 

@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-import torch
 
 from k3ray.errors import DataError
 from k3ray.train.data_order import DataOrder, pack, sequence_at
-from k3ray.train.loss import IGNORED, loss_sum, num_targets
+from k3ray.train.loss import IGNORED, num_targets
 from tests.support.toy_text import ToyText
 
 
@@ -43,12 +42,6 @@ def test_targets_never_cross_a_documents_end():
     inside = np.setdiff1d(np.arange(24), ends)
     assert (targets[inside] == tokens[inside + 1]).all()
     assert num_targets(batch.targets_T) == 20
-
-
-def test_loss_sum_ignores_what_carries_none():
-    logits = torch.zeros(3, 8)
-    targets = torch.tensor([1, IGNORED, 2])
-    torch.testing.assert_close(loss_sum(logits, targets), 2 * torch.log(torch.tensor(8.0)))
 
 
 def test_an_empty_data_set_is_a_typed_error():
