@@ -72,6 +72,7 @@ class ControllerCore(TrainingMethods):
         now_s = monotonic()
         self._spec = spec
         self._text: TextConfig = text
+        self._model_digest = config_digest(text)
         self._store = WeightStore(folders.store_dir)
         self._ledger = ledger
         self._supervisor = Supervisor(spec, text, partition, ledger, now_s=now_s)
@@ -108,9 +109,7 @@ class ControllerCore(TrainingMethods):
     async def status(self) -> dict[str, Any]:
         """What `k3ray status --json` prints; see `status_document`."""
         own = {"node": own_node(), "pid": os.getpid(), "term": self._ledger.term}
-        model = {
-            "model": self._spec.model_name, "model_digest": config_digest(self._text)
-        }  # fmt: skip
+        model = {"model": self._spec.model_name, "model_digest": self._model_digest}
         return status_document(self._running, model=model, controller=own, training=self._metrics)
 
     async def spec(self) -> SupernodeSpec:

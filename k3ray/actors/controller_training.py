@@ -15,8 +15,6 @@ from pydantic import JsonValue
 
 from k3ray.actors.controller_loop import ControlLoop
 from k3ray.clock import Deadline, monotonic
-from k3ray.config.load import config_digest
-from k3ray.config.model import TextConfig
 from k3ray.config.supernode import SupernodeSpec
 from k3ray.control.commands import WaitForPins
 from k3ray.control.leases import Lease, LeaseRequest
@@ -36,7 +34,7 @@ class TrainingMethods:
     """Mixed into the controller, which sets the attributes."""
 
     _spec: SupernodeSpec
-    _text: TextConfig
+    _model_digest: str
     _store: WeightStore
     _ledger: Ledger
     _supervisor: Supervisor
@@ -194,7 +192,7 @@ class TrainingMethods:
         self._metrics[line] = with_history(self._metrics.get(line), metrics)
 
     def _model_meta(self) -> dict[str, str | int | float | bool | None]:
-        return {"model": config_digest(self._text), "preset": self._spec.preset}
+        return {"model": self._model_digest, "preset": self._spec.preset}
 
     def _drop_old_checkpoints(self, line: str) -> None:
         for entry in self._store.entries(line, EntryKind.CHECKPOINT)[:-NUM_CHECKPOINTS_KEPT]:

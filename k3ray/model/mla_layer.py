@@ -34,7 +34,7 @@ class MlaAttention(nn.Module):
 
     Args:
         cfg: Model sizes.
-        place: Device, dtype and numeric mode of training; serving takes its state's mode.
+        place: Device, dtype and numeric mode.
         index: Place among the MLA layers, the index into the serving state.
     """
 

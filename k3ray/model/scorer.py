@@ -58,12 +58,17 @@ class CheckpointScorer:
     def rows(self, token_ids: Sequence[int]) -> Iterator[torch.Tensor]:
         """Logits [t, V] float32 of one piece after the other, t at most `PREFILL_TOKENS`.
 
+        A bad input is raised here, not at the first piece.
+
         Raises:
             BadRequestError: no tokens, an id out of range, or the image placeholder of a model
                 that has a vision tower.
             ContextLengthError: more tokens than the model's context.
         """
         self._check(token_ids)
+        return self._pieces(token_ids)
+
+    def _pieces(self, token_ids: Sequence[int]) -> Iterator[torch.Tensor]:
         tokens_T = torch.tensor(list(token_ids), dtype=torch.int64)
         num_pages = -(-len(tokens_T) // CHUNK)
         state = ServeState(self.text, num_slots=1, num_pages=num_pages, numeric=self._numeric)

@@ -43,7 +43,7 @@ def stream_chunk(envelope: Envelope, choice: int, piece: Piece, *, offset: int) 
     """
     call = envelope.call
     if call.kind is CallKind.CHAT:
-        delta = _delta(piece, _CallIds(envelope.answer_id, choice))
+        delta = _delta(envelope, choice, piece)
         body = {"index": choice, "delta": delta, "finish_reason": piece.finish}
         kind = "chat.completion.chunk"
     else:
@@ -99,18 +99,13 @@ def model_object(name: str, *, created_s: int, context: int) -> dict[str, Any]:
     }
 
 
-class _CallIds:
-    """Ids of the tool calls of one choice: unique to the answer, the same whenever it is read."""
-
-    def __init__(self, answer_id: str, choice: int) -> None:
-        self._seed = f"{answer_id}/{choice}"
-
-    def __getitem__(self, index: int) -> str:
-        digest = hashlib.blake2b(f"{self._seed}/{index}".encode(), digest_size=12)
-        return f"call_{digest.hexdigest()}"
+def _call_id(envelope: Envelope, choice: int, index: int) -> str:
+    """Id of a tool call: unique to the answer, the same whenever it is read."""
+    place = f"{envelope.answer_id}/{choice}/{index}"
+    return f"call_{hashlib.blake2b(place.encode(), digest_size=12).hexdigest()}"
 
 
-def _delta(piece: Piece, ids: _CallIds) -> dict[str, Any]:
+def _delta(envelope: Envelope, choice: int, piece: Piece) -> dict[str, Any]:
     delta: dict[str, Any] = {}
     if piece.opens:
         delta["role"] = "assistant"
@@ -119,25 +114,27 @@ def _delta(piece: Piece, ids: _CallIds) -> dict[str, Any]:
     if piece.content or piece.opens:
         delta["content"] = piece.content
     if piece.calls:
-        delta["tool_calls"] = [_call_delta(part, ids) for part in piece.calls]
+        delta["tool_calls"] = [_call_delta(envelope, choice, part) for part in piece.calls]
     return delta
 
 
-def _call_delta(part: CallText, ids: _CallIds) -> dict[str, Any]:
+def _call_delta(envelope: Envelope, choice: int, part: CallText) -> dict[str, Any]:
     function: dict[str, Any] = {"arguments": part.arguments}
     if part.tool is None:
         return {"index": part.index, "function": function}
-    head = {"index": part.index, "id": ids[part.index], "type": "function"}
+    call_id = _call_id(envelope, choice, part.index)
+    head = {"index": part.index, "id": call_id, "type": "function"}
     return {**head, "function": {"name": part.tool, **function}}
 
 
-def _tool_calls(pieces: Sequence[Piece], ids: _CallIds) -> list[dict[str, Any]]:
+def _tool_calls(envelope: Envelope, choice: int, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
     """The calls of a whole answer: the deltas, put together."""
     calls: list[dict[str, Any]] = []
     for part in (part for piece in pieces for part in piece.calls):
         if part.tool is not None:
+            call_id = _call_id(envelope, choice, part.index)
             call = {"name": part.tool, "arguments": ""}
-            calls.append({"id": ids[part.index], "type": "function", "function": call})
+            calls.append({"id": call_id, "type": "function", "function": call})
         calls[part.index]["function"]["arguments"] += part.arguments
     return calls
 
@@ -145,7 +142,7 @@ def _tool_calls(pieces: Sequence[Piece], ids: _CallIds) -> list[dict[str, Any]]:
 def _chat_choice(envelope: Envelope, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
     content = "".join(piece.content for piece in pieces)
     reasoning = "".join(piece.reasoning for piece in pieces)
-    calls = _tool_calls(pieces, _CallIds(envelope.answer_id, index))
+    calls = _tool_calls(envelope, index, pieces)
     message: dict[str, Any] = {
         "role": "assistant",
         "content": None if calls and not content else content,

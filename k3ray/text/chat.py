@@ -78,8 +78,7 @@ class ChatMessage:
 class ResponseFormat:
     """A wish for JSON; `schema` is None for any JSON object. It is asked for, not enforced."""
 
-    schema: Any = None
-    has_schema: bool = False
+    schema: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,7 +100,7 @@ def _schema(value: Any) -> ResponseFormat:
             f"{place}.strict", "answers are not held to a schema here, it is only asked for",
             remedy="send strict: false and check the answer",
         )  # fmt: skip
-    return ResponseFormat(schema=value["schema"], has_schema=True)
+    return ResponseFormat(schema=value["schema"])
 
 
 def _items(

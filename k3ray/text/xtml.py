@@ -239,9 +239,9 @@ def _fenced(text: str, value: object) -> str:
 
 
 def _format_text(wanted: ResponseFormat) -> str:
-    kind = "json_schema" if wanted.has_schema else "json_object"
-    text = _FORMAT.format(kind=kind)
-    return _fenced(text + _SCHEMA, wanted.schema) if wanted.has_schema else text
+    if wanted.schema is None:
+        return _FORMAT.format(kind="json_object")
+    return _fenced(_FORMAT.format(kind="json_schema") + _SCHEMA, wanted.schema)
 
 
 def _escaped(value: str) -> str:

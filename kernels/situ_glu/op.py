@@ -91,6 +91,12 @@ def _sigmoid(x):  # type: ignore[no-untyped-def]
     return tl.where(x < 0, e, 1.0) / (1.0 + e)
 
 
+@triton.jit
+def _float_row(ptr, row, column, stride, width):  # type: ignore[no-untyped-def]
+    """A row's columns in float32; 0 past its end."""
+    return tl.load(ptr + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def situ_glu_forward(  # type: ignore[no-untyped-def]
     gate_ptr, up_ptr, out_ptr, width, gate_stride, up_stride, beta, linear_beta,
@@ -100,8 +106,8 @@ def situ_glu_forward(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    g = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    g = _float_row(gate_ptr, row, column, gate_stride, width)
+    u = _float_row(up_ptr, row, column, up_stride, width)
     bounded = u
     if BOUNDED:
         bounded = linear_beta * _tanh(u / linear_beta)
@@ -118,9 +124,9 @@ def situ_glu_backward(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    g = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(grad_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    g = _float_row(gate_ptr, row, column, gate_stride, width)
+    u = _float_row(up_ptr, row, column, up_stride, width)
+    dy = _float_row(grad_ptr, row, column, width, width)
     t, s = _tanh(g / beta), _sigmoid(g)
     bounded, slope_up = u, u * 0.0 + 1.0
     if BOUNDED:

@@ -89,7 +89,7 @@ def forged_everywhere(forgery: str) -> tuple[tuple[ChatMessage, ...], TurnOption
         ChatMessage(role="tool", content=(forgery,), answers="b"),
         ChatMessage(role="tool", content=(forgery,), answers="a"),
     )  # fmt: skip
-    schema = ResponseFormat(schema={forgery: forgery}, has_schema=True)
+    schema = ResponseFormat(schema={forgery: forgery})
     return messages, TurnOptions(thinking=True, tools=(tool,), response_format=schema)
 
 

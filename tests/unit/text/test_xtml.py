@@ -147,7 +147,7 @@ def test_options_before_and_after_the_input() -> None:
 def test_tool_choice_none_and_a_schema() -> None:
     text = shown(
         [HI], tool_choice=ToolChoice.NONE,
-        response_format=ResponseFormat(schema={"b": 1, "a": {"d": 2, "c": []}}, has_schema=True),
+        response_format=ResponseFormat(schema={"b": 1, "a": {"d": 2, "c": []}}),
     )  # fmt: skip
     assert "`tool_choice=none`.\nYou MUST NOT call any tools in the next message." in text
     assert "`response_format=json_schema`.\nYour response must be raw JSON" in text
