@@ -29,10 +29,11 @@ import numpy as np
 import torch
 
 from k3ray.config.model import TextConfig
+from k3ray.config.numeric import ExpertFormat
 from k3ray.errors import K3RayError, StoreError, TransportError
 from k3ray.model.expert_bank import ExpertBank
 from k3ray.model.expert_stack import AnyTensor, ExpertStack, Owned, owned_names
-from k3ray.train.expert_trainer import ExpertTrainer
+from k3ray.train.expert_trainer import ExpertTrainer, named_arrays
 from k3ray.train.step_tag import StepTag, UpdatePlan
 from k3ray.transport.protocol import Array, Message
 from k3ray.transport.torch_codec import from_array
@@ -223,29 +224,26 @@ class GroupHandler:
 
     def _train_load(self, message: Message) -> Reply:
         entry, owned = str(message.meta["entry"] or ""), self._bank.owned
+        experts = ExpertFormat(str(message.meta["experts"]))
         if not entry:
-            self._trainer.init(_int(message, "seed"))
+            self._trainer.init(_int(message, "seed"), experts=experts)
             return Message(op=message.op)
         names = [name for moment in ("", *MOMENT_SUFFIXES) for name in owned_names(owned, moment)]
         opened = self._store.open(self._line, entry, EntryKind.CHECKPOINT)
         tensors = yield from _in_thread(lambda: opened.read(names))
-        self._trainer.load(tensors, step=_int(message, "step"))
+        self._trainer.load(tensors, step=_int(message, "step"), experts=experts)
         return Message(op=message.op)
 
     def _train_save(self, message: Message) -> Reply:
         self._require_step(message)
-        tensors = self._trainer.named_tensors(moments=True)
+        tensors = self._trainer.checkpoint_tensors()
         shard = yield from _in_thread(lambda: self._write(message, EntryKind.CHECKPOINT, tensors))
         return _reply(message, _json_bytes(shard))
 
     def _train_publish(self, message: Message) -> Reply:
         self._require_step(message)
-        stacks = self._trainer.master_stacks()
-        tensors = {
-            name: tensor.numpy()
-            for layer, stack in stacks.items()
-            for name, tensor in stack.named(layer).items()
-        }
+        stacks = self._trainer.weight_stacks()
+        tensors = named_arrays(stacks)
         shard = yield from _in_thread(lambda: self._write(message, EntryKind.VERSION, tensors))
         self._staged = _StagedVersion(step=_int(message, "step"), shard=shard, stacks=stacks)
         return _reply(message, _json_bytes(shard))

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
+from k3ray.config.numeric import ExpertFormat
 from k3ray.config.resolve import preset_config
-from k3ray.weights.release_layout import ExpertFormat
 
 app = typer.Typer(no_args_is_help=True)
 

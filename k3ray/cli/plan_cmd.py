@@ -10,7 +10,7 @@ import typer
 
 from k3ray.config.count import count_parameters
 from k3ray.config.model import ModelConfig
-from k3ray.config.numeric import NumericMode
+from k3ray.config.numeric import ExpertFormat, NumericMode
 from k3ray.config.release import read_release_config
 from k3ray.config.resolve import preset_config
 from k3ray.errors import ConfigError, PlacementError
@@ -24,7 +24,7 @@ from k3ray.placement.memory_plan import (
     plan_training,
     request_state,
 )
-from k3ray.weights.release_layout import ExpertFormat, count_vision
+from k3ray.weights.release_layout import count_vision
 
 
 def plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from k3ray.config.base import Strict
+from k3ray.config.numeric import ExpertFormat
 from k3ray.config.supernode import SupernodeSpec
 
 
@@ -44,7 +45,12 @@ class OptimizerConfig(Strict):
 
 
 class PretrainConfig(Strict):
-    """Pretraining of one line on packed shards, experts trained where they live."""
+    """Pretraining of one line on packed shards, experts trained where they live.
+
+    `experts` other than fp32 is quantisation-aware: the forward computes with weights rounded to
+    that format, gradients pass straight through to the float32 master, and the rounded weights are
+    published.
+    """
 
     data_dir: str
     supernode: SupernodeSpec = SupernodeSpec()
@@ -54,6 +60,7 @@ class PretrainConfig(Strict):
     seed: int = Field(default=0, ge=0)
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint_activations: bool = False
+    experts: ExpertFormat = ExpertFormat.FP32
     checkpoint_every: int = Field(default=100, gt=0)
     publish_every: int = Field(default=0, ge=0)
     eval_sequences: int = Field(default=64, ge=0)

@@ -1,4 +1,5 @@
-"""`NumericMode`: whether a token's bits are promised, or only its value (design, section 5)."""
+"""`NumericMode`: whether a token's bits are promised, or only its value (design, section 5).
+`ExpertFormat`: the numbers that routed experts are made of."""
 
 from __future__ import annotations
 
@@ -14,3 +15,11 @@ class NumericMode(StrEnum):
 
     DETERMINISTIC = "deterministic"
     FAST = "fast"
+
+
+class ExpertFormat(StrEnum):
+    """Numbers of the routed experts: in a checkpoint, and in the forward of a line that trains."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    MXFP4 = "mxfp4"

@@ -42,6 +42,7 @@ from k3ray.train.observers import ConsoleProgress, EventFile, TrackerObserver
 from k3ray.train.remote_experts import RemoteExperts, TrainLimits
 from k3ray.train.step import StepParts
 from k3ray.transport.zeromq_client import ZeroMqClient
+from k3ray.weights.release_layout import check_format
 from k3ray.weights.store import WeightStore
 
 RESULT_FILE = "result.json"
@@ -116,7 +117,9 @@ def _train(config: PretrainConfig, job: dict[str, str], say: Callable[[str], Non
         )
         closing.callback(links.close)
         limits = TrainLimits(call_s=spec.deadlines.prepare_s, rebuild_s=spec.deadlines.rebuild_s)
-        experts = RemoteExperts(links, watch.plans, line=spec.line, limits=limits)
+        experts = RemoteExperts(
+            links, watch.plans, line=spec.line, limits=limits, experts=config.experts
+        )
         parts = _parts(config, experts)
         loop = TrainLoop(
             parts,
@@ -140,6 +143,7 @@ def _parts(config: PretrainConfig, experts: RemoteExperts) -> StepParts:
             f"the data's tokenizer has {vocab_size} tokens, the model {cfg.vocab_size}",
             remedy=f"curate with vocab_size={cfg.vocab_size} or choose another preset",
         )
+    check_format(cfg, config.experts)
     model = K3Model(
         cfg,
         checkpoint_activations=config.checkpoint_activations,

@@ -14,13 +14,14 @@ from functools import lru_cache
 import torch
 
 from k3ray.config.model import ModelConfig, TextConfig
+from k3ray.config.numeric import ExpertFormat
 from k3ray.errors import CheckpointError
 from k3ray.model.init import keyed_generator
 from k3ray.model.k3 import K3Model
 from k3ray.ops.mxfp import NAN_SCALE, mxfp4_dequantize, mxfp4_quantize
 from k3ray.weights.checkpoint import Checkpoint
 from k3ray.weights.names import expert_tensor_names, parse_expert_tensor
-from k3ray.weights.release_layout import TEXT_PREFIX, ExpertFormat, TensorSpec
+from k3ray.weights.release_layout import TEXT_PREFIX, TensorSpec
 from k3ray.weights.safetensors_io import ReadBytes
 
 PACKED, SCALE = ".weight_packed", ".weight_scale"

@@ -15,8 +15,10 @@ import numpy.typing as npt
 import torch
 
 from k3ray.config.model import TextConfig
+from k3ray.config.numeric import ExpertFormat
 from k3ray.errors import PlanError
 from k3ray.model.init import init_expert
+from k3ray.ops.mxfp import mxfp4_round
 from k3ray.weights.names import expert_tensor_name, expert_tensor_names
 
 Owned = Mapping[int, tuple[int, ...]]
@@ -82,6 +84,21 @@ class ExpertStack:
             w3_EFL=change(self.w3_EFL),
             w2_ELF=change(self.w2_ELF),
         )
+
+    def rounded(self, kind: ExpertFormat) -> ExpertStack:
+        """What a checkpoint in that format would give back; for FP32 these very tensors.
+
+        Raises:
+            ValueError: a weight is not finite.
+        """
+        match kind:
+            case ExpertFormat.FP32:
+                return self
+            case ExpertFormat.BF16:
+                return self.map(lambda w: w.bfloat16().float())
+            case ExpertFormat.MXFP4:
+                # one expert at a time: the codes take many times the weights' memory
+                return self.map(lambda w: torch.stack([mxfp4_round(each) for each in w]))
 
     def named(self, layer: int, moment: str = "") -> dict[str, torch.Tensor]:
         """Views of single matrices by store name."""

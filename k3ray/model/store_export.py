@@ -10,12 +10,12 @@ import torch
 
 from k3ray.config.load import config_digest
 from k3ray.config.model import ModelConfig, TextConfig
+from k3ray.config.numeric import ExpertFormat
 from k3ray.errors import StoreError
 from k3ray.model.checkpoint_codec import read_dense, read_expert, source_of
 from k3ray.weights.checkpoint import Checkpoint
 from k3ray.weights.checkpoint_writer import write_checkpoint
 from k3ray.weights.manifest import EntryKind, Meta
-from k3ray.weights.release_layout import ExpertFormat
 from k3ray.weights.shard import Array
 from k3ray.weights.store import WeightStore
 from k3ray.weights.version import WeightVersion

@@ -87,6 +87,15 @@ def mxfp4_dequantize(
     return _scaled(grid[nibbles.long()], scale_bytes).to(dtype)
 
 
+def mxfp4_round(x: torch.Tensor) -> torch.Tensor:
+    """What is left of x [..., I] after MXFP4; exact to quantise again, byte for byte.
+
+    Raises:
+        ValueError: as `mxfp4_quantize`.
+    """
+    return mxfp4_dequantize(*mxfp4_quantize(x), dtype=x.dtype)
+
+
 def mxfp8_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise to E4M3.
 

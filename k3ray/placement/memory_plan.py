@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 from k3ray.config.count import count_parameters
 from k3ray.config.model import LayerKind, ModelConfig, TextConfig
-from k3ray.config.numeric import NumericMode
+from k3ray.config.numeric import ExpertFormat, NumericMode
 from k3ray.errors import ConfigError
 from k3ray.weights.release_layout import (
-    ExpertFormat,
     check_format,
     count_vision,
     expert_bytes,

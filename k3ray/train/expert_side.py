@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from k3ray.config.model import TextConfig
+from k3ray.config.numeric import ExpertFormat
 from k3ray.model.dispatch import pairs_of
 from k3ray.model.executor import ExpertExecutor, TrainableExpertExecutor
 from k3ray.model.expert_math import finish
 from k3ray.model.expert_stack import all_experts, owned_names
-from k3ray.train.expert_trainer import ExpertTrainer
+from k3ray.train.expert_trainer import ExpertTrainer, named_arrays
 from k3ray.train.step_tag import StepTag, UpdatePlan
 from k3ray.weights.manifest import EntryKind, ShardInfo
 from k3ray.weights.names import MOMENT_SUFFIXES
@@ -74,7 +75,7 @@ class ExpertSide(Protocol):
         ...
 
     def publish(self, staged: StagedEntry) -> list[ShardInfo]:
-        """Write the master into a staged version; holders keep a copy to serve from."""
+        """Write the forward's weights into a staged version; holders keep a copy to serve from."""
         ...
 
 
@@ -95,13 +96,22 @@ class LocalExperts:
         cfg: Model sizes.
         store: Where checkpoints are read and written.
         line: The line.
+        experts: Numbers that the forward computes with; the master is float32.
     """
 
-    def __init__(self, cfg: TextConfig, *, store: WeightStore, line: str) -> None:
+    def __init__(
+        self,
+        cfg: TextConfig,
+        *,
+        store: WeightStore,
+        line: str,
+        experts: ExpertFormat = ExpertFormat.FP32,
+    ) -> None:
         self._trainer = ExpertTrainer(cfg, all_experts(cfg), line=line)
         self._names = owned_names(all_experts(cfg))
         self._store = store
         self._line = line
+        self._experts = experts
         self.plan_version = 0
 
     def begin(self, tag: StepTag) -> None:
@@ -138,20 +148,20 @@ class LocalExperts:
     def load(self, entry: str | None, *, step: int, seed: int) -> None:
         """See `ExpertSide`."""
         if entry is None:
-            self._trainer.init(seed)
+            self._trainer.init(seed, experts=self._experts)
             return
         names = [name + suffix for suffix in ("", *MOMENT_SUFFIXES) for name in self._names]
         opened = self._store.open(self._line, entry, EntryKind.CHECKPOINT)
-        self._trainer.load(opened.read(names), step=step)
+        self._trainer.load(opened.read(names), step=step, experts=self._experts)
 
     def save(self, staged: StagedEntry) -> list[ShardInfo]:
         """See `ExpertSide`."""
-        tensors = self._trainer.named_tensors(moments=True)
+        tensors = self._trainer.checkpoint_tensors()
         return [self._store.write_shard(staged, "experts", tensors)]
 
     def publish(self, staged: StagedEntry) -> list[ShardInfo]:
         """See `ExpertSide`."""
-        tensors = self._trainer.named_tensors(moments=False)
+        tensors = named_arrays(self._trainer.weight_stacks())
         return [self._store.write_shard(staged, "experts", tensors)]
 
 

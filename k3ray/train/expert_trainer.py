@@ -2,7 +2,10 @@
 
 One line trains here. A step attempt runs forward/backward by micro-batch, then norms, prepare
 (new master and moments into the shadow), and after the journal's commit `apply` swaps the shadow
-in. Messages of an older attempt are refused; a newer attempt drops everything of the older one.
+in. A line whose experts are BF16 or MXFP4 computes with its master rounded to that format, and a
+gradient of the rounded weights counts as the master's (straight-through estimator); what is
+published is the rounded weights, so that serving computes what training computed.
+Messages of an older attempt are refused; a newer attempt drops everything of the older one.
 A holder without a master (a rebuilt group) refuses to train until it is loaded.
 Single-threaded. Legend: N latent rows, P pairs, L latent width, E experts of a layer.
 """
@@ -19,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from k3ray.config.model import TextConfig
+from k3ray.config.numeric import ExpertFormat
 from k3ray.errors import K3RayError, StaleVersionError
 from k3ray.model.expert_bank import situ_of, stack_of_layer
 from k3ray.model.expert_math import (
@@ -32,6 +36,7 @@ from k3ray.model.expert_stack import AnyTensor, ExpertStack, Owned, init_stacks,
 from k3ray.train.adamw import AdamState, adamw_into
 from k3ray.train.step_tag import StepTag, UpdatePlan
 from k3ray.weights.names import MOMENT_SUFFIXES
+from k3ray.weights.release_layout import check_format
 
 Stacks = dict[int, ExpertStack]
 
@@ -57,14 +62,23 @@ class _Attempt:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Masters:
-    """Committed master and moments, their shadow, and gradients; all by layer."""
+class _Trained:
+    """Master, moments and the weights of the forward, by layer; in FP32 those are the master."""
 
     master: Stacks
     m: Stacks
     v: Stacks
+    weights: Stacks
+
+
+@dataclass(slots=True, kw_only=True)
+class _Masters:
+    """What is committed, its shadow (the step being prepared), and gradients by layer."""
+
+    committed: _Trained
     grads: Stacks
-    shadow: tuple[Stacks, Stacks, Stacks] | None = None
+    experts: ExpertFormat
+    shadow: _Trained | None = None
 
 
 class ExpertTrainer:
@@ -103,28 +117,42 @@ class ExpertTrainer:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of master, moments, gradients and shadow."""
+        """Bytes of master, moments, gradients, shadow and rounded weights."""
         if self._state is None:
             return 0
-        one = sum(stack.size_bytes for stack in self._state.master.values())
-        return one * (7 if self._state.shadow else 4)
+        one = sum(stack.size_bytes for stack in self._state.committed.master.values())
+        each = 3 if self._state.experts is ExpertFormat.FP32 else 4
+        return one * (each * (2 if self._state.shadow else 1) + 1)
 
-    def init(self, seed: int) -> None:
-        """Fresh weights at step 0; forgets everything else."""
-        self._reset(init_stacks(self._cfg, self._owned, seed), None, step=0)
+    def init(self, seed: int, *, experts: ExpertFormat = ExpertFormat.FP32) -> None:
+        """Fresh weights at step 0; forgets everything else.
 
-    def load(self, tensors: Mapping[str, AnyTensor], *, step: int) -> None:
+        Raises:
+            ConfigError: the experts' sizes do not allow the format; nothing is changed.
+        """
+        check_format(self._cfg, experts)
+        self._reset(init_stacks(self._cfg, self._owned, seed), None, step=0, experts=experts)
+
+    def load(
+        self,
+        tensors: Mapping[str, AnyTensor],
+        *,
+        step: int,
+        experts: ExpertFormat = ExpertFormat.FP32,
+    ) -> None:
         """Master and moments of a checkpoint taken after `step`; forgets everything else.
 
         Raises:
             PlanError: a tensor is missing or has another shape; nothing is changed.
+            ConfigError: the experts' sizes do not allow the format; nothing is changed.
         """
+        check_format(self._cfg, experts)
         master = read_stacks(self._cfg, self._owned, tensors)
         m, v = (
             read_stacks(self._cfg, self._owned, tensors, moment=suffix)
             for suffix in MOMENT_SUFFIXES
         )
-        self._reset(master, (m, v), step=step)
+        self._reset(master, (m, v), step=step, experts=experts)
 
     def forward(
         self,
@@ -150,7 +178,7 @@ class ExpertTrainer:
             PlanError: an expert is not held here.
         """
         attempt = self._admit(tag)
-        stack = stack_of_layer(self._masters().master, key[1])
+        stack = stack_of_layer(self._masters().committed.weights, key[1])
         grouping = group_rows(stack, rows_P, experts_P)
         rows_PL, saved = yield from expert_forward(stack, grouping, latents_NL, self._situ)
         if self._attempt is attempt:
@@ -169,7 +197,7 @@ class ExpertTrainer:
         masters = self._masters()
         if step != self._step:
             raise self._refuse(Refusal.OTHER_STEP, f"asked for step {step}")
-        stack = stack_of_layer(masters.master, layer)
+        stack = stack_of_layer(masters.committed.weights, layer)
         grouping = group_rows(stack, rows_P, experts_P)
         rows_PL, _ = yield from expert_forward(stack, grouping, latents_NL, self._situ)
         return rows_PL
@@ -188,7 +216,11 @@ class ExpertTrainer:
             raise self._refuse(Refusal.NOT_FORWARDED, f"micro-batch, layer {key} of {tag}")
         masters = self._masters()
         result = yield from expert_backward(
-            masters.master[key[1]], masters.grads[key[1]], saved, grad_rows_PL, self._situ
+            masters.committed.weights[key[1]],
+            masters.grads[key[1]],
+            saved,
+            grad_rows_PL,
+            self._situ,
         )
         return result
 
@@ -208,14 +240,16 @@ class ExpertTrainer:
         masters = self._masters()
         if masters.shadow is None:
             master, m, v = (
-                {layer: stack.map(torch.empty_like) for layer, stack in masters.master.items()}
+                {layer: stack.map(torch.empty_like) for layer, stack in masters.grads.items()}
                 for _ in range(3)
             )
-            masters.shadow = (master, m, v)
+            masters.shadow = _Trained(master=master, m=m, v=v, weights={})
+        shadow = masters.shadow
         digest = hashlib.blake2b(digest_size=16)
-        for layer in masters.master:
-            self._prepare_layer(layer, plan)
-            for name, tensor in masters.shadow[0][layer].named(layer).items():
+        for layer in masters.grads:
+            _update_layer(shadow, masters, layer, plan)
+            shadow.weights[layer] = shadow.master[layer].rounded(masters.experts)
+            for name, tensor in shadow.master[layer].named(layer).items():
                 digest.update(name.encode())
                 digest.update(tensor.numpy().data)
             yield
@@ -234,9 +268,7 @@ class ExpertTrainer:
         attempt = self._admit(tag)
         if attempt.digest is None or masters.shadow is None:
             raise self._refuse(Refusal.NOT_PREPARED, str(tag))
-        old = (masters.master, masters.m, masters.v)
-        masters.master, masters.m, masters.v = masters.shadow
-        masters.shadow = old
+        masters.committed, masters.shadow = masters.shadow, masters.committed
         self._step = tag.step
         self._drop_attempt()
 
@@ -247,49 +279,41 @@ class ExpertTrainer:
             self._drop_attempt()
         self._floor = max(self._floor, tag.attempt + 1)
 
-    def master_stacks(self) -> Stacks:
-        """A copy of the committed master, to be published.
+    def weight_stacks(self) -> Stacks:
+        """A copy of the weights that the forward uses, to be published.
 
         Raises:
-            StaleVersionError: there is none.
+            StaleVersionError: there is no master.
         """
-        return {layer: stack.map(torch.clone) for layer, stack in self._masters().master.items()}
+        weights = self._masters().committed.weights
+        return {layer: stack.map(torch.clone) for layer, stack in weights.items()}
 
-    def named_tensors(self, *, moments: bool) -> dict[str, npt.NDArray[np.generic]]:
-        """Views of the committed master (and moments) by store name."""
-        masters = self._masters()
-        parts = [("", masters.master)]
-        if moments:
-            parts += list(zip(MOMENT_SUFFIXES, (masters.m, masters.v), strict=True))
+    def checkpoint_tensors(self) -> dict[str, npt.NDArray[np.generic]]:
+        """Views of the committed master and moments by store name."""
+        committed = self._masters().committed
         return {
-            name: tensor.numpy()
-            for suffix, stacks in parts
-            for layer, stack in stacks.items()
-            for name, tensor in stack.named(layer, suffix).items()
+            name: array
+            for suffix, stacks in zip(
+                ("", *MOMENT_SUFFIXES), (committed.master, committed.m, committed.v), strict=True
+            )
+            for name, array in named_arrays(stacks, suffix).items()
         }
 
-    def _prepare_layer(self, layer: int, plan: UpdatePlan) -> None:
-        masters = self._masters()
-        assert masters.shadow is not None
-        olds = (masters.master[layer], masters.m[layer], masters.v[layer])
-        news = tuple(stacks[layer] for stacks in masters.shadow)
-        for index, grad in enumerate(masters.grads[layer].tensors()):
-            old, new = (
-                AdamState(
-                    master=trio[0].tensors()[index],
-                    m=trio[1].tensors()[index],
-                    v=trio[2].tensors()[index],
-                )
-                for trio in (olds, news)
-            )
-            adamw_into(new, old, grad, plan)
-
-    def _reset(self, master: Stacks, moments: tuple[Stacks, Stacks] | None, *, step: int) -> None:
+    def _reset(
+        self,
+        master: Stacks,
+        moments: tuple[Stacks, Stacks] | None,
+        *,
+        step: int,
+        experts: ExpertFormat,
+    ) -> None:
         def zeros() -> Stacks:
             return {layer: stack.map(torch.zeros_like) for layer, stack in master.items()}
 
         m, v = moments if moments is not None else (zeros(), zeros())
-        self._state = _Masters(master=master, m=m, v=v, grads=zeros())
+        weights = {layer: stack.rounded(experts) for layer, stack in master.items()}
+        committed = _Trained(master=master, m=m, v=v, weights=weights)
+        self._state = _Masters(committed=committed, grads=zeros(), experts=experts)
         self._attempt = None
         self._step = step
 
@@ -328,3 +352,26 @@ class ExpertTrainer:
             reason=str(reason),
             step=self._step,
         )
+
+
+def named_arrays(stacks: Stacks, moment: str = "") -> dict[str, npt.NDArray[np.generic]]:
+    """Views of single matrices by store name."""
+    return {
+        name: tensor.numpy()
+        for layer, stack in stacks.items()
+        for name, tensor in stack.named(layer, moment).items()
+    }
+
+
+def _update_layer(shadow: _Trained, masters: _Masters, layer: int, plan: UpdatePlan) -> None:
+    """Master and moments after the step, into the shadow."""
+    for index, grad in enumerate(masters.grads[layer].tensors()):
+        new, old = (
+            AdamState(
+                master=each.master[layer].tensors()[index],
+                m=each.m[layer].tensors()[index],
+                v=each.v[layer].tensors()[index],
+            )
+            for each in (shadow, masters.committed)
+        )
+        adamw_into(new, old, grad, plan)

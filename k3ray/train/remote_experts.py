@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from k3ray.clock import Deadline
+from k3ray.config.numeric import ExpertFormat
 from k3ray.errors import (
     CapacityError,
     DeadlineError,
@@ -60,6 +61,7 @@ class RemoteExperts:
         plans: The current plan and its successors.
         line: The line.
         limits: Deadlines.
+        experts: Numbers that the forward computes with; the master is float32.
     """
 
     def __init__(
@@ -69,8 +71,10 @@ class RemoteExperts:
         *,
         line: str,
         limits: TrainLimits = TrainLimits(),
+        experts: ExpertFormat = ExpertFormat.FP32,
     ) -> None:
         self._links = links
+        self._experts = experts
         self._plans = plans
         self._line = line
         self._limits = limits
@@ -143,7 +147,10 @@ class RemoteExperts:
     def load(self, entry: str | None, *, step: int, seed: int) -> None:
         """See `ExpertSide`."""
         self._plan = self._plans.current()
-        meta: Meta = {"line": self._line, "entry": entry, "step": step, "seed": seed}
+        meta: Meta = {
+            "line": self._line, "entry": entry, "step": step, "seed": seed,
+            "experts": str(self._experts),
+        }  # fmt: skip
         self._all("train_load", meta, limit_s=self._limits.files_s)
 
     def save(self, staged: StagedEntry) -> list[ShardInfo]:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from k3ray.config.model import ModelConfig
+from k3ray.config.numeric import ExpertFormat
 from k3ray.config.release import read_release_config
 from k3ray.errors import CheckpointError, ConfigError
-from k3ray.weights.release_layout import ExpertFormat, TensorSpec, release_shards
+from k3ray.weights.release_layout import TensorSpec, release_shards
 from k3ray.weights.safetensors_io import StoredTensor, read_bytes, read_header, refused
 
 CONFIG_FILE = "config.json"

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from k3ray.config.model import ModelConfig
+from k3ray.config.numeric import ExpertFormat
 from k3ray.config.release_writer import release_json
 from k3ray.errors import CheckpointError
 from k3ray.weights.checkpoint import CONFIG_FILE, INDEX_FILE
 from k3ray.weights.release_layout import (
-    ExpertFormat,
     check_format,
     release_shards,
     total_bytes,

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
 from k3ray.config.model import LayerKind, ModelConfig, TextConfig, VisionConfig
+from k3ray.config.numeric import ExpertFormat
 from k3ray.errors import ConfigError
 from k3ray.weights.names import EXPERT_MATRICES
 
@@ -26,14 +26,6 @@ MX_BLOCK = 32
 
 A_LOG_SLOTS = 128
 """The release pads A_log to this many heads with zeros."""
-
-
-class ExpertFormat(StrEnum):
-    """How routed experts are stored."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-    MXFP4 = "mxfp4"
 
 
 DTYPE_BYTES = {"BF16": 2, "F32": 4, "U8": 1}

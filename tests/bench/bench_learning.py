@@ -20,7 +20,7 @@ import zstandard
 from bench_rows import record
 
 from k3ray.config.jobs import OptimizerConfig
-from k3ray.config.numeric import NumericMode
+from k3ray.config.numeric import ExpertFormat, NumericMode
 from k3ray.config.presets import PRESETS
 from k3ray.jobs.pretrain import baselines
 from k3ray.model.init import init_dense
@@ -104,6 +104,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", type=Path, default=Path(".k3ray/data"))
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--experts", type=ExpertFormat, default=ExpertFormat.FP32)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -113,7 +114,9 @@ def main() -> int:
     model = K3Model(cfg, numeric=NumericMode.FAST)
     init_dense(model, 0)
     with tempfile.TemporaryDirectory(prefix="k3ray-learning-") as root:
-        experts = LocalExperts(cfg, store=WeightStore(Path(root)), line="main")
+        experts = LocalExperts(
+            cfg, store=WeightStore(Path(root)), line="main", experts=options.experts
+        )
         experts.load(None, step=0, seed=0)
         data = DataOrder(
             source=PackedDataset.open(data_dir, split=TRAIN), seed=0, micro_batches=1, sequences=4
@@ -126,8 +129,8 @@ def main() -> int:
     unigrams = baselines(str(data_dir))
     last = curve[-1]["bits_per_byte"]
     record("learning", {
-        "steps": options.steps, "tokens": options.steps * 4 * 512, "curve": curve,
-        "bits_per_byte": last, **unigrams,
+        "experts": str(options.experts), "steps": options.steps,
+        "tokens": options.steps * 4 * 512, "curve": curve, "bits_per_byte": last, **unigrams,
         "zstd_19_with_training_text": round(zstd_bits_per_byte(data_dir, heldout), 4),
     })  # fmt: skip
     return 0 if last < (unigrams["token_unigram"] or 0.0) else 1

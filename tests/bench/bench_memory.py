@@ -76,10 +76,10 @@ def write(folder: Path) -> str:
     """A random float32 checkpoint of k3-mini."""
     import torch
 
+    from k3ray.config.numeric import ExpertFormat
     from k3ray.config.presets import PRESETS
     from k3ray.model.checkpoint_codec import random_source
     from k3ray.weights.checkpoint_writer import write_checkpoint
-    from k3ray.weights.release_layout import ExpertFormat
 
     torch.set_num_threads(1)
     model = PRESETS["k3-mini"]

@@ -2,9 +2,18 @@
 
 import numpy as np
 import pytest
+import torch
 
+from k3ray.config.numeric import ExpertFormat
+from k3ray.config.presets import PRESETS
 from k3ray.errors import StepAbortedError
 from k3ray.ids import Incarnation
+from k3ray.model.checkpoint_codec import read_matrix
+from k3ray.model.expert_bank import ExpertBank
+from k3ray.model.expert_stack import all_experts, owned_names
+from k3ray.model.local_executor import LocalExecutor
+from k3ray.model.store_export import export_version
+from k3ray.weights.checkpoint import Checkpoint
 from k3ray.weights.manifest import EntryKind
 from tests.support.toy_line import toy_line
 
@@ -56,6 +65,53 @@ def test_fifty_steps_local_equal_disaggregated(partition, fifty_local_steps, tmp
     _assert_same_line(local, remote)
     assert result.first_loss > 5.5
     assert result.last_loss < 0.6 * result.first_loss
+
+
+@pytest.fixture(scope="module")
+def quantised_lines(tmp_path_factory):
+    """A line whose experts are MXFP4, in one process and in three groups."""
+    root = tmp_path_factory.mktemp("quantised")
+    lines = [
+        toy_line(root / str(partition), partition=partition, steps=6, numbers=ExpertFormat.MXFP4)
+        for partition in (None, THREE)
+    ]
+    for line in lines:
+        line.loop.run()
+    return lines
+
+
+def test_quantised_training_is_the_same_wherever_the_experts_are(quantised_lines, tmp_path):
+    local, remote = quantised_lines
+    _assert_same_line(local, remote)
+    plain = toy_line(tmp_path, partition=THREE, steps=6)
+    plain.loop.run()
+    losses = [[record.loss for record in line.authority.steps] for line in (plain, remote)]
+    assert losses[0] != losses[1]
+
+
+def test_what_a_quantised_line_publishes_serves_the_trainers_rows(quantised_lines, tmp_path):
+    """Trainer, serving bank and MXFP4 checkpoint: the same experts, byte for byte."""
+    model = PRESETS["k3-tiny"]
+    cfg = model.text_config
+    for number, line in enumerate(quantised_lines):
+        version = line.store.latest("main")
+        names = owned_names(all_experts(cfg))
+        published = version.read(names)
+        bank = ExpertBank(cfg, all_experts(cfg))
+        bank.load_version("v", published)
+        latents = torch.randn(33, cfg.routed_expert_hidden_size)
+        ids = torch.stack([torch.randperm(cfg.num_experts)[:3].sort().values for _ in range(33)])
+        for layer in cfg.moe_layers:
+            trained = line.parts.experts.eval_executor(6).forward(layer, latents, ids)
+            served = LocalExecutor(bank, version="v").forward(layer, latents, ids)
+            assert torch.equal(served, trained)
+        out = tmp_path / str(number)
+        export_version(
+            line.store, out, line="main", version=None, model=model, experts=ExpertFormat.MXFP4
+        )
+        written = Checkpoint.open(out)
+        for name in names:
+            assert np.array_equal(read_matrix(written, name).numpy(), published[name]), name
 
 
 def test_abort_and_retry_equal_no_abort(tmp_path):

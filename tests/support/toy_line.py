@@ -11,6 +11,7 @@ import torch
 
 from k3ray.actors.group_handler import GroupHandler
 from k3ray.config.jobs import OptimizerConfig
+from k3ray.config.numeric import ExpertFormat
 from k3ray.config.presets import PRESETS
 from k3ray.ids import Incarnation
 from k3ray.model.group_links import GroupLinks
@@ -106,6 +107,7 @@ def toy_line(
     steps: int = 5,
     resume: bool = True,
     micro_batches: int = 2,
+    numbers: ExpertFormat = ExpertFormat.FP32,
     **config: int,
 ) -> ToyLine:
     """Build a k3-tiny line; `partition` None trains in one process."""
@@ -114,11 +116,12 @@ def toy_line(
     groups = ToyGroups(partition, store) if partition is not None else None
     experts: ExpertSide
     if groups is None:
-        experts = LocalExperts(CFG, store=store, line="main")
+        experts = LocalExperts(CFG, store=store, line="main", experts=numbers)
     else:
         experts = RemoteExperts(
-            GroupLinks(groups.client), groups.plans, line="main", limits=TrainLimits(rebuild_s=5.0)
-        )
+            GroupLinks(groups.client), groups.plans, line="main", experts=numbers,
+            limits=TrainLimits(rebuild_s=5.0),
+        )  # fmt: skip
     model = K3Model(CFG)
     parts = StepParts(
         model=model,

@@ -11,6 +11,7 @@ import torch
 
 from k3ray.cli.main import main
 from k3ray.config.model import VisionConfig
+from k3ray.config.numeric import ExpertFormat
 from k3ray.config.presets import PRESETS
 from k3ray.config.supernode import SupernodeSpec
 from k3ray.errors import BadRequestError, ConfigError, ContextLengthError, StoreError
@@ -20,7 +21,6 @@ from k3ray.model.store_export import export_version, import_checkpoint
 from k3ray.ops.logprobs import token_logprobs
 from k3ray.weights.checkpoint import Checkpoint
 from k3ray.weights.checkpoint_writer import write_checkpoint
-from k3ray.weights.release_layout import ExpertFormat
 from k3ray.weights.store import WeightStore
 
 TINY = PRESETS["k3-tiny"]

@@ -20,12 +20,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from k3ray.config.numeric import ExpertFormat
 from k3ray.config.presets import PRESETS
 from k3ray.errors import CheckpointError
 from k3ray.model.checkpoint_codec import check_numbers, converted, random_source, same_bytes
 from k3ray.weights.checkpoint import Checkpoint
 from k3ray.weights.checkpoint_writer import write_checkpoint
-from k3ray.weights.release_layout import ExpertFormat
 from k3ray.weights.safetensors_io import StoredTensor
 
 TINY = PRESETS["k3-tiny"]
@@ -267,7 +267,7 @@ import torch
 from k3ray.config.presets import PRESETS
 from k3ray.model.checkpoint_codec import random_source
 from k3ray.weights.checkpoint_writer import write_checkpoint
-from k3ray.weights.release_layout import ExpertFormat
+from k3ray.config.numeric import ExpertFormat
 torch.set_num_threads(1)
 model = PRESETS["k3-tiny"]
 for number, _ in enumerate(sys.stdin):
