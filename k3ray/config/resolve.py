@@ -1,4 +1,4 @@
-"""`resolve_model`: the model that a supernode's spec names, by preset or by a config file."""
+"""What a supernode's spec means: `resolve_model` and `resolve_tokenizer`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from k3ray.config.presets import PRESETS
 from k3ray.config.release import read_release_config
 from k3ray.config.supernode import SupernodeSpec
 from k3ray.errors import ConfigError
+
+TOKENIZER_FILES = ("tiktoken.model", "tokenizer.json")
+"""What a checkpoint's tokenizer is called; the first that is there counts."""
 
 
 def resolve_model(spec: SupernodeSpec) -> ModelConfig:
@@ -24,6 +27,14 @@ def resolve_model(spec: SupernodeSpec) -> ModelConfig:
     if spec.model_config_file is not None:
         return read_release_config(spec.model_config_file)
     return preset_config(spec.preset)
+
+
+def resolve_tokenizer(spec: SupernodeSpec) -> str | None:
+    """The tokenizer's file: the spec's, else the one that lies in its checkpoint, else None."""
+    if spec.tokenizer_file is not None or spec.checkpoint is None:
+        return spec.tokenizer_file
+    beside = (Path(spec.checkpoint) / name for name in TOKENIZER_FILES)
+    return next((str(file) for file in beside if file.is_file()), None)
 
 
 def preset_config(name: str) -> ModelConfig:

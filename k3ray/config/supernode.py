@@ -75,7 +75,8 @@ class SupernodeSpec(Strict):
     `partition`, when given, lists for each group the experts it owns in every MoE layer (uneven
     allowed); otherwise the experts are split evenly and contiguously. `numeric_mode` is that of
     serving and training alike. `checkpoint` is a folder in the release's layout: it gives the model
-    and the first version of a line that has none.
+    and the first version of a line that has none; a `tiktoken.model` or `tokenizer.json` in it is
+    used unless `tokenizer_file` names another one.
     """
 
     name: str = Field(default="k3", pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")

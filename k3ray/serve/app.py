@@ -18,7 +18,7 @@ from ray.serve.config import HTTPOptions
 
 from k3ray.actors.supernode import Supernode
 from k3ray.clock import Deadline
-from k3ray.config.resolve import resolve_model
+from k3ray.config.resolve import resolve_model, resolve_tokenizer
 from k3ray.config.supernode import SupernodeSpec
 from k3ray.errors import PortInUseError, SupernodeError
 from k3ray.ids import Role
@@ -59,7 +59,7 @@ def deploy(supernode: Supernode, *, port: int | None = None) -> str:
             f"the endpoint already runs at {running}",
             remedy=f"use it, or end it first (`k3ray down`) to serve at {url}",
         )
-    load_tokenizer(spec.tokenizer_file, settings_of(spec).bounds.vocab_size)  # say it here
+    load_tokenizer(resolve_tokenizer(spec), settings_of(spec).bounds.vocab_size)  # say it here
     serve.start(
         proxy_location="HeadOnly",
         http_options=HTTPOptions(host=spec.endpoint.host, port=wanted),
@@ -79,7 +79,7 @@ def build_app(spec: SupernodeSpec, *, url: str) -> serve.Application:
     """The Serve application of a spec."""
     boot = IngressBoot(
         settings=settings_of(spec),
-        tokenizer_file=spec.tokenizer_file,
+        tokenizer_file=resolve_tokenizer(spec),
         endpoint=url,
         web_dir=str(files("dashboards") / "web"),
         controller_s=spec.deadlines.start_s,

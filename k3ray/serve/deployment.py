@@ -13,6 +13,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 
+from k3ray.errors import ConfigError
 from k3ray.serve.health import Health
 from k3ray.serve.ray_router import RayStackRouter
 from k3ray.serve.routes import build_routes
@@ -27,7 +28,7 @@ class IngressBoot:
     """What a replica is born with.
 
     Args:
-        tokenizer_file: A `tokenizer.json`; None means one token per byte.
+        tokenizer_file: A `tokenizer.json` or `tiktoken.model`; None means one token per byte.
         endpoint: The public URL, for the status document.
     """
 
@@ -76,7 +77,15 @@ def load_tokenizer(tokenizer_file: str | None, vocab_size: int) -> K3Tokenizer:
 
     Raises:
         DataError: the file is missing or not one of ours.
+        ConfigError: it has more ids than the model.
     """
     if tokenizer_file is None:
         return K3Tokenizer.byte_level(vocab_size)
-    return K3Tokenizer.load(tokenizer_file)
+    tokenizer = K3Tokenizer.load(tokenizer_file)
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"{tokenizer_file} has {tokenizer.vocab_size} ids, the model {vocab_size}",
+            remedy="use the tokenizer that the model was trained with",
+            violations=["tokenizer_file"],
+        )
+    return tokenizer

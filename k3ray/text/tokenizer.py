@@ -3,7 +3,8 @@
 Ids: the 256 bytes by value, then the merges in order, then reserved ids up to the base, then the
 256 special slots. The engine underneath knows neither special tokens nor their names, so no text
 can spell one; only `special()` gives their ids. `tokenizer.json` is the `tokenizers` library's own
-format and lists the special tokens for other readers.
+format and lists the special tokens for other readers. A release's `tiktoken.model` is read, too;
+its ids are its ranks, so its bytes lie in an order of their own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from k3ray.text.special_tokens import (
     special_base,
     token_names_from,
 )
+from k3ray.text.tiktoken_file import rank_encoder, read_ranks
 
 Merge = tuple[str, str]
 """Two token strings in the byte alphabet that become one."""
@@ -36,31 +38,30 @@ class K3Tokenizer:
     """Encode, decode, and the ids of special tokens. Picklable; safe to share between threads.
 
     Args:
-        document: A `tokenizer.json` as text; use the constructors below.
+        document: A `tokenizer.json` or `tiktoken.model` as text; use the constructors below.
 
     Raises:
-        DataError: the document is not one of ours.
+        DataError: the document is neither.
     """
 
     def __init__(self, document: str) -> None:
-        parsed = _checked(document)
-        vocab: dict[str, int] = parsed["model"]["vocab"]
-        names = [item["content"] for item in parsed["added_tokens"]]
         self._document = document
-        self._num_text = len(vocab)
-        self._bytes = [b""] * self._num_text
-        for text, token in vocab.items():
-            self._bytes[token] = bytes(_BYTE_OF[char] for char in text)
-        self._bytes += [name.encode() for name in names]
+        if document.lstrip().startswith("{"):
+            tokens, self._encode, vocab_size = _json_parts(document)
+        else:
+            tokens = read_ranks(document)
+            self._encode, vocab_size = rank_encoder(tokens), len(tokens) + NUM_SPECIAL
+        self._num_text = len(tokens)
+        names = token_names_from(self._num_text, vocab_size)
+        self._bytes = tokens + [name.encode() for name in names]
         self._special = {name: self._num_text + index for index, name in enumerate(names)}
-        self._core = Tokenizer.from_str(json.dumps({**parsed, "added_tokens": []}))
 
     @classmethod
     def load(cls, path: str | Path) -> K3Tokenizer:
-        """Read a `tokenizer.json`.
+        """Read a `tokenizer.json` or a `tiktoken.model`.
 
         Raises:
-            DataError: the file is missing, damaged, or not one of ours.
+            DataError: the file is missing, damaged, or neither.
         """
         try:
             return cls(Path(path).read_text(encoding="utf-8"))
@@ -94,7 +95,7 @@ class K3Tokenizer:
         return cls(_document(tokens, merges, vocab_size))
 
     def save(self, path: str | Path) -> None:
-        """Write `tokenizer.json` atomically."""
+        """Write the document atomically."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".tmp")
@@ -116,7 +117,7 @@ class K3Tokenizer:
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of `tokenizer.json`."""
+        """SHA-256 (hex) of the document."""
         return hashlib.sha256(self._document.encode()).hexdigest()
 
     @property
@@ -166,8 +167,7 @@ class K3Tokenizer:
             ) from error
         tokens: list[int] = []
         for piece in cut_long(text):
-            # the batch door, because the plain one also computes offsets (1.4x the time)
-            tokens += self._core.encode_batch_fast([piece], add_special_tokens=False)[0].ids
+            tokens += self._encode(piece)
         return tokens
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
@@ -246,6 +246,21 @@ def _document(tokens: Sequence[str], merges: Sequence[Merge], vocab_size: int) -
         },
     }  # fmt: skip
     return json.dumps(value, ensure_ascii=True, indent=1) + "\n"
+
+
+def _json_parts(document: str) -> tuple[list[bytes], Callable[[str], list[int]], int]:
+    """(bytes of each text token, encoder, vocabulary size) of a `tokenizer.json`."""
+    parsed = _checked(document)
+    vocab: dict[str, int] = parsed["model"]["vocab"]  # in the order of ids
+    tokens = [bytes(_BYTE_OF[char] for char in text) for text in vocab]
+    core = Tokenizer.from_str(json.dumps({**parsed, "added_tokens": []}))
+
+    def encode(text: str) -> list[int]:
+        # the batch door, because the plain one also computes offsets (1.4x the time)
+        ids: list[int] = core.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    return tokens, encode, len(tokens) + len(parsed["added_tokens"])
 
 
 def _checked(document: str) -> dict[str, Any]:
