@@ -26,7 +26,8 @@ def _call(handler, op, meta, *arrays):
 
 
 def _load(handler, seed=3):
-    _call(handler, "train_load", {"line": "main", "entry": None, "seed": seed, "step": 0})
+    meta = {"line": "main", "entry": None, "seed": seed, "step": 0, "experts": "fp32"}
+    _call(handler, "train_load", meta)
 
 
 def _publish(handler, store, step=0):
