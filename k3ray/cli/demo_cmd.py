@@ -22,12 +22,19 @@ def demo(
     ] = None,
 ) -> None:
     """Show the whole machine on random weights, in a home of its own that is removed after."""
+    with without_ray_chatter():  # also while it ends: Ray reports the killed processes then
+        whole = _demo(keep=keep, port=port)
+    if not whole:
+        raise typer.Exit(1)
+
+
+def _demo(*, keep: bool, port: int | None) -> bool:
+    """Whether the tokens were the same and nothing was left over."""
     narrator = Narrator()
     root = Path(tempfile.mkdtemp(prefix="k3ray-demo-"))
     home = Home(root=root)
     try:
-        with without_ray_chatter():
-            same, url = _show(home, narrator, port)
+        same, url = _show(home, narrator, port)
         if keep:
             narrator.say(f"page {url}/ui, endpoint {url}/v1")
             narrator.say(f"stays up until Ctrl-C (K3RAY_HOME={root})")
@@ -38,8 +45,7 @@ def demo(
         with narrator.phase("taking everything down"):
             left = down(home, say=narrator.say)
         shutil.rmtree(root, ignore_errors=True)
-    if left or not same:
-        raise typer.Exit(1)
+    return same and not left
 
 
 def _show(home: Home, narrator: Narrator, port: int | None) -> tuple[bool, str]:

@@ -26,14 +26,17 @@ PROMPT = "def read_file(path):\n    "
 
 def main() -> int:
     """Run the quickstart; returns the exit status."""
+    with without_ray_chatter():  # also while it ends: Ray reports the killed processes then
+        return _guarded()
+
+
+def _guarded() -> int:
     home = Home(root=Path(os.environ.get("K3RAY_HOME") or ROOT / ".k3ray").absolute())
     once = os.environ.get("ONCE", "") not in ("", "0")
     narrator = Narrator()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        with without_ray_chatter():
-            ok = _run(home, narrator, stay=not once)
-        return 0 if ok else 1
+        return 0 if _run(home, narrator, stay=not once) else 1
     except K3RayError as error:
         narrator.say(f"error[{error.code}]: {error}")
         return 2
