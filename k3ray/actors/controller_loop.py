@@ -302,9 +302,10 @@ class ControlLoop:
         return lambda view: replace(view, plan=plan.version)
 
     async def _start(self, incarnation: Incarnation, role: Role) -> None:
-        experts = self.supervisor.experts_of(incarnation.actor)
+        held = self.supervisor.held_by(incarnation.actor)
+        owned = self.supervisor.owned_by(incarnation.actor)
         try:
-            facts = await self.cluster.start(incarnation, role, experts)
+            facts = await self.cluster.start(incarnation, role, held, owned)
         except K3RayError as error:
             self.lost(incarnation, f"did not start: {error.message}")
             return

@@ -134,7 +134,8 @@ def _actor(loop: ControlLoop, view: ClusterView, actor: ActorView) -> dict[str, 
     group = actor.role is Role.EXPERT_GROUP
     in_plan = view.plan_peers.get(actor.actor) == actor.term
     latest = _latest(view)
-    held = loop.supervisor.experts_of(actor.actor) if group else {}
+    held = loop.supervisor.held_by(actor.actor) if group else {}
+    owned = loop.supervisor.owned_by(actor.actor) if group else {}
     plan = (view.plan if in_plan else 0) if group else actor.plan
     return {
         **loop.stats.get(actor.incarnation, {}),
@@ -148,6 +149,7 @@ def _actor(loop: ControlLoop, view: ClusterView, actor: ActorView) -> dict[str, 
         "version": latest if latest in actor.versions else "",
         "versions": sorted(actor.versions),
         "experts": {str(layer): list(experts) for layer, experts in held.items()},
+        "home_experts": {str(layer): list(experts) for layer, experts in owned.items()},
         "note": actor.note,
     }
 

@@ -34,7 +34,9 @@ class ExpertGroup:
         torch.set_num_threads(1)
         self._spec = spec
         self._store = WeightStore(Path(spec.store_dir))
-        self._handler = GroupHandler(spec.text, spec.experts, store=self._store, line=spec.line)
+        self._handler = GroupHandler(
+            spec.text, spec.owned, held=spec.held, store=self._store, line=spec.line
+        )
         self._controller_term = 0
         self._server: WorkerServer | None = None
         self._never = threading.Event()
@@ -67,9 +69,9 @@ class ExpertGroup:
         self._admit(controller_term)
         if version in self._in_worker("versions", self._handler.versions):
             return version
-        if not self._in_worker("activate", lambda: self._handler.activate_staged(version)):
-            tensors = self._store.open(self._spec.line, version).read(self._handler.owned_names())
-            self._in_worker("load_version", lambda: self._handler.load_version(version, tensors))
+        missing = self._in_worker("missing_names", lambda: self._handler.missing_names(version))
+        tensors = self._store.open(self._spec.line, version).read(missing) if missing else {}
+        self._in_worker("load_version", lambda: self._handler.load_version(version, tensors))
         return version
 
     def drop_version(self, version: str, controller_term: int) -> None:

@@ -63,15 +63,23 @@ class GroupHandler:
 
     Args:
         cfg: Model sizes.
-        owned: Logical expert ids by 0-based MoE layer.
+        owned: Logical expert ids trained here, by 0-based MoE layer.
+        held: Those served here: the owned ones and copies of others; None means the owned ones.
         store: The weight store.
         line: The line whose master trains here.
     """
 
     def __init__(
-        self, cfg: TextConfig, owned: Owned, *, store: WeightStore, line: str = "main"
+        self,
+        cfg: TextConfig,
+        owned: Owned,
+        *,
+        held: Owned | None = None,
+        store: WeightStore,
+        line: str = "main",
     ) -> None:
-        self._bank = ExpertBank(cfg, owned)
+        self._owned = owned
+        self._bank = ExpertBank(cfg, owned if held is None else held)
         self._trainer = ExpertTrainer(cfg, owned, line=line)
         self._store = store
         self._line = line
@@ -120,33 +128,36 @@ class GroupHandler:
         """Loaded versions."""
         return self._bank.versions()
 
+    def missing_names(self, version: str) -> list[str]:
+        """Store names of a committed version that must be read to serve it here: all that is held
+        but for the copy that `train_publish` kept."""
+        staged = self._staged_of(version)
+        kept = named_arrays(staged.stacks) if staged is not None else {}
+        return [name for name in owned_names(self._bank.owned) if name not in kept]
+
     def load_version(self, version: str, tensors: Mapping[str, AnyTensor]) -> None:
-        """Load a committed version from tensors by store name (see `owned_names`)."""
-        self._bank.load_version(version, tensors)
+        """Serve a committed version from the tensors of `missing_names` by store name."""
+        staged = self._staged_of(version)
+        if staged is None:
+            self._bank.load_version(version, tensors)
+            return
+        if tensors:
+            self._bank.load_version(version, {**named_arrays(staged.stacks), **tensors})
+        else:
+            self._bank.adopt_version(version, staged.stacks)
+        self._staged = None
 
-    def activate_staged(self, version: str) -> bool:
-        """Serve `version` from the copy that `train_publish` kept here.
-
-        Returns False when there is none; it is refused unless the store's manifest names exactly
-        the bytes that this group wrote.
-        """
+    def _staged_of(self, version: str) -> _StagedVersion | None:
+        """The kept copy, if the store's manifest names exactly the bytes that were written."""
         staged = self._staged
         if staged is None or WeightVersion.parse(version).step != staged.step:
-            return False
+            return None
         written = self._store.open(self._line, version).manifest.shards
-        if staged.shard not in written:
-            return False
-        self._bank.adopt_version(version, staged.stacks)
-        self._staged = None
-        return True
+        return staged if staged.shard in written else None
 
     def drop_version(self, version: str) -> None:
         """Free a retired version; unknown ones are fine."""
         self._bank.drop_version(version)
-
-    def owned_names(self) -> list[str]:
-        """Store names of the weights held here."""
-        return owned_names(self._bank.owned)
 
     def status(self) -> dict[str, Any]:
         """JSON-able: versions, experts by layer, bytes, training step, requests served by op."""
@@ -154,6 +165,7 @@ class GroupHandler:
         return {
             "versions": list(self._bank.versions()),
             "experts": {str(layer): list(held) for layer, held in self._bank.owned.items()},
+            "home_experts": {str(layer): list(own) for layer, own in self._owned.items()},
             "size_bytes": self._bank.size_bytes + self._trainer.size_bytes,
             "train": {
                 "line": self._line,
@@ -196,7 +208,7 @@ class GroupHandler:
 
     def _train_norms(self, message: Message) -> Reply:
         squares = yield from self._trainer.norms(StepTag.from_meta(message.meta))
-        return _reply(message, np.array([squares[n] for n in self.owned_names()]))
+        return _reply(message, np.array([squares[n] for n in owned_names(self._owned)]))
 
     def _train_prepare(self, message: Message) -> Reply:
         digest = yield from self._trainer.prepare(
@@ -223,7 +235,7 @@ class GroupHandler:
         )
 
     def _train_load(self, message: Message) -> Reply:
-        entry, owned = str(message.meta["entry"] or ""), self._bank.owned
+        entry, owned = str(message.meta["entry"] or ""), self._owned
         experts = ExpertFormat(str(message.meta["experts"]))
         if not entry:
             self._trainer.init(_int(message, "seed"), experts=experts)

@@ -21,7 +21,8 @@ class GroupSpec:
     Args:
         incarnation: Actor id ("group-0") and term.
         text: Model sizes.
-        experts: Logical expert ids owned, by 0-based MoE layer.
+        held: Logical expert ids served, by 0-based MoE layer.
+        owned: Those of them whose home this is: their master trains here.
         line: The line whose master this group trains.
         store_dir: Root of the weight store.
         socket_dir: Folder for the data-plane socket (short: Unix socket paths have 107 bytes).
@@ -29,7 +30,8 @@ class GroupSpec:
 
     incarnation: Incarnation
     text: TextConfig
-    experts: Mapping[int, tuple[int, ...]]
+    held: Mapping[int, tuple[int, ...]]
+    owned: Mapping[int, tuple[int, ...]]
     line: str
     store_dir: str
     socket_dir: str

@@ -73,7 +73,9 @@ class SupernodeSpec(Strict):
     """A supernode: one live model on `groups` expert groups and `stacks` attention stacks.
 
     `partition`, when given, lists for each group the experts it owns in every MoE layer (uneven
-    allowed); otherwise the experts are split evenly and contiguously. `numeric_mode` is that of
+    allowed); otherwise the experts are split evenly and contiguously. With `replication` above 1
+    every expert also has read-only copies in other groups, which serve when its home is lost.
+    `numeric_mode` is that of
     serving and training alike. `checkpoint` is a folder in the release's layout: it gives the model
     and the first version of a line that has none; a `tiktoken.model` or `tokenizer.json` in it is
     used unless `tokenizer_file` names another one.
@@ -90,6 +92,7 @@ class SupernodeSpec(Strict):
     groups: int = Field(default=2, ge=1)
     stacks: int = Field(default=1, ge=1)
     partition: tuple[tuple[int, ...], ...] | None = None
+    replication: int = Field(default=1, ge=1)
     max_live_versions: int = Field(default=2, ge=1)
     max_pin_age_s: float = Field(default=3600.0, gt=0)
     lease_ttl_s: float = Field(default=30.0, gt=0)
@@ -117,5 +120,14 @@ class SupernodeSpec(Strict):
             raise ValueError(
                 f"partition has {len(self.partition)} parts but groups is {self.groups}: "
                 "give one part per group or drop partition"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_copy_has_its_group(self) -> Self:
+        if self.replication > self.groups:
+            raise ValueError(
+                f"replication is {self.replication} but groups is {self.groups}: every copy of an "
+                "expert needs a group of its own"
             )
         return self

@@ -73,7 +73,8 @@ class DropVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchPlan:
-    """Make the next plan from the current lives of all groups; all hold every live version."""
+    """Make the next plan from the current lives of groups that hold every live version; every
+    expert has a holder among them."""
 
     peers: tuple[Incarnation, ...]
     reason: str

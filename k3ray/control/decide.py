@@ -7,7 +7,7 @@ Order: endings, fencing, starts, loads, plan, versions, drops.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from k3ray.config.supernode import SupernodeSpec
 from k3ray.control.commands import (
@@ -148,21 +148,20 @@ def _holders(spec: SupernodeSpec, view: ClusterView) -> list[ActorView]:
 
 
 def _plan(spec: SupernodeSpec, view: ClusterView, now_s: float) -> Iterator[Command]:
-    groups = [view.actors.get(name) for name in group_ids(spec)]
     needed = _serving_versions(view)
     whole = [
-        g for g in groups if g is not None and g.state is ActorState.READY and needed <= g.versions
+        g
+        for g in (view.actors.get(name) for name in group_ids(spec))
+        if g is not None and g.state is ActorState.READY and needed <= g.versions
     ]
-    changed = [g.actor for g in whole if view.plan_peers.get(g.actor) != g.term]
-    if needed and len(whole) == len(groups) and (changed or set(view.plan_peers) - {
-        g.actor for g in whole
-    }):  # fmt: skip
+    if needed and _may_switch(spec, view, {g.actor: g.term for g in whole}):
+        gone = sorted(set(view.plan_peers) - {g.actor for g in whole})
+        changed = [g.actor for g in whole if view.plan_peers.get(g.actor) != g.term]
+        facts = [f"{word}: {', '.join(n)}" for word, n in (("new", changed), ("lost", gone)) if n]
         yield SwitchPlan(
             peers=tuple(g.incarnation for g in whole),
-            reason=f"every expert of {len(needed)} live version(s) has a live slot again "
-            f"(new: {', '.join(changed)})"
-            if view.plan
-            else "every expert has a live slot",
+            reason=f"every expert of {len(needed)} live version(s) has a live slot "
+            f"({'; '.join(facts)})",
         )
         return  # stacks get it at the next look, when it has its version
     if view.plan == 0:
@@ -180,6 +179,16 @@ def _plan(spec: SupernodeSpec, view: ClusterView, now_s: float) -> Iterator[Comm
                 incarnation=stack.incarnation, plan=view.plan,
                 reason=f"it has plan {stack.plan}",
             )  # fmt: skip
+
+
+def _may_switch(spec: SupernodeSpec, view: ClusterView, whole: Mapping[str, int]) -> bool:
+    """Whether groups `whole` (with their terms) make a plan, another than the current one."""
+    if view.plan == 0:
+        # The first plan waits for all of them: nobody is served yet, and groups come up together.
+        return len(whole) == spec.groups
+    if whole == view.plan_peers:
+        return False
+    return all(not holders.isdisjoint(whole) for holders in view.holder_sets)
 
 
 def _serving_versions(view: ClusterView) -> frozenset[str]:

@@ -35,8 +35,14 @@ from k3ray.control.view import (
 )
 from k3ray.errors import StaleVersionError, SupernodeError
 from k3ray.ids import Incarnation, Role
-from k3ray.placement.partition import Partition, homes_of_partition, validate_plan
-from k3ray.placement.plan import GroupPeer, PlacementPlan
+from k3ray.placement.partition import (
+    Partition,
+    chained_replicas,
+    holder_sets,
+    homes_of_partition,
+    validate_plan,
+)
+from k3ray.placement.plan import GroupPeer, Held, PlacementPlan, experts_at_home, experts_held
 from k3ray.weights.version import WeightVersion
 
 
@@ -66,6 +72,8 @@ class Supervisor:
         self.text = text
         self.ledger = ledger
         self._homes = homes_of_partition(partition, group_ids(spec), text)
+        self._replicas = chained_replicas(self._homes, group_ids(spec), spec.replication)
+        self._holder_sets = holder_sets(self._homes, self._replicas)
         self._pins: dict[str, PinView] = {}
         self._since: dict[str, float] = dict.fromkeys(ledger.state.versions, now_s)
         self._plan: PlacementPlan | None = None
@@ -197,13 +205,13 @@ class Supervisor:
         """Whether that very life is ready."""
         return self._current(incarnation, ActorState.READY) is not None
 
-    def experts_of(self, group: str) -> dict[int, tuple[int, ...]]:
-        """Experts by layer that the partition gives to `group` (none for others)."""
-        held = {
-            layer: tuple(e for e, home in enumerate(homes) if home == group)
-            for layer, homes in self._homes.items()
-        }
-        return {layer: experts for layer, experts in held.items() if experts}
+    def owned_by(self, group: str) -> Held:
+        """Experts by layer whose home is `group` (none for others)."""
+        return experts_at_home(self._homes, group)
+
+    def held_by(self, group: str) -> Held:
+        """Experts by layer that `group` owns or has a copy of (none for others)."""
+        return experts_held(self._homes, self._replicas, group)
 
     def group_terms(self) -> dict[str, int]:
         """Term of every group's current life, 0 where none is ready."""
@@ -213,12 +221,11 @@ class Supervisor:
         }
 
     def is_whole(self) -> bool:
-        """Whether every group of the current plan is ready in the life that the plan names."""
+        """Whether every group is ready in the life that the current plan names."""
         plan = self.plan()
-        terms = self.group_terms()
-        return plan is not None and all(
-            terms[group] == peer.incarnation.term for group, peer in plan.peers.items()
-        )
+        return plan is not None and self.group_terms() == {
+            group: peer.incarnation.term for group, peer in plan.peers.items()
+        }
 
     def plan(self) -> PlacementPlan | None:
         """The plan that this controller switched to last; None before its first."""
@@ -228,7 +235,7 @@ class Supervisor:
         """Make the next plan from the groups' current lives and record it.
 
         Raises:
-            PlanError: an expert would have no live home.
+            PlanError: an expert would have no live holder.
             SupernodeError: one of `peers` is not the current, ready life of its group.
         """
         views = []
@@ -241,6 +248,7 @@ class Supervisor:
         plan = PlacementPlan(
             version=(before.version if before else 0) + 1,
             homes=self._homes,
+            replicas=self._replicas,
             peers={
                 v.actor: GroupPeer(incarnation=v.incarnation, endpoint=v.endpoint) for v in views
             },
@@ -313,6 +321,7 @@ class Supervisor:
             actors=dict(self.actors),
             plan=plan.version if plan else 0,
             plan_peers={g: p.incarnation.term for g, p in plan.peers.items()} if plan else {},
+            holder_sets=self._holder_sets,
             versions=tuple(
                 VersionView(
                     version=v.version, line=v.line, step=v.step, active=v.active,

@@ -105,11 +105,17 @@ class AttemptView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterView:
-    """Everything a decision may depend on. `plan_peers` maps a group to its term in the plan."""
+    """Everything a decision may depend on.
+
+    Args:
+        plan_peers: Maps a group to its term in the plan.
+        holder_sets: Sets of groups of which one at least must serve, for some expert's sake.
+    """
 
     actors: Mapping[str, ActorView]
     plan: int = 0
     plan_peers: Mapping[str, int] = field(default_factory=dict)
+    holder_sets: frozenset[frozenset[str]] = frozenset()
     versions: tuple[VersionView, ...] = ()
     pins: tuple[PinView, ...] = ()
     leases: tuple[LeaseView, ...] = ()

@@ -1,14 +1,16 @@
 """`DisaggregatedExecutor`: the experts of a committed version on remote groups; serving side.
 
-Pairs are split by the plan's homes; each group gets its unique latents once and returns one row
-per pair. The expert forward is pure, so a part whose group was lost is simply sent again to the
-group's next life, as soon as a newer plan names it. Results do not depend on the partition.
+Pairs are split by the groups that hold their experts; each group gets its unique latents once and
+returns one row per pair. The expert forward is pure, so a part whose group was lost is simply sent
+again: to replicas at once where there are any, else to the group's next life, as soon as a newer
+plan names it. Results do not depend on who computed them.
 Legend: T tokens, K experts per token, L latent width, N latent rows, P pairs.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +19,14 @@ import torch
 
 from k3ray.clock import Deadline
 from k3ray.errors import CapacityError, DeadlineError, PeerLostError, TransportError
-from k3ray.model.dispatch import Int64Array, Part, pairs_of, split_pairs, take_rows
+from k3ray.model.dispatch import (
+    Int64Array,
+    Part,
+    choose_holders,
+    pairs_of,
+    split_pairs,
+    take_rows,
+)
 from k3ray.model.group_links import GroupLinks, PlanSource
 from k3ray.placement.plan import GroupPeer, PlacementPlan
 from k3ray.transport.protocol import Lane, Message, Pending
@@ -26,6 +35,7 @@ DECODE_TOKENS = 64
 """Batches up to this size must be answered within `hop_s`, larger ones within `chunk_s`."""
 
 _CREDIT_PAUSE_S = 0.0005
+_PLAN_SLICE_S = 1.0
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -51,10 +61,11 @@ class _Work:
 
 @dataclass(slots=True, kw_only=True)
 class _Hop:
-    """One part in flight; `pending` is None when its group could not be reached."""
+    """One part in flight; `pending` is None when its group could not be reached, `peer` when the
+    plan has no live group for it."""
 
     part: Part
-    peer: GroupPeer
+    peer: GroupPeer | None
     pending: Pending | None
     error: TransportError | None = None
 
@@ -108,16 +119,17 @@ class DisaggregatedExecutor:
     def _run(self, work: _Work, plan: PlacementPlan, deadline: Deadline) -> FloatArray:
         """Rows of all pairs of `work`, [P, L]."""
         result_PL = np.empty((len(work.rows_P), work.latents_NL.shape[1]), dtype=np.float32)
-        parts = split_pairs(
-            work.rows_P, work.experts_P, plan.homes[work.layer], num_rows=len(work.latents_NL)
-        )
+        groups_E = choose_holders(plan, work.layer, self._links.avoided())
+        parts = split_pairs(work.rows_P, work.experts_P, groups_E, num_rows=len(work.latents_NL))
         hops = [self._start(work, part, plan) for part in parts]
         for hop in hops:
-            result_PL[hop.part.pairs] = self._finish(work, hop, plan, deadline)
+            result_PL[hop.part.pairs] = self._finish(work, hop, deadline)
         return result_PL
 
     def _start(self, work: _Work, part: Part, plan: PlacementPlan) -> _Hop:
-        peer = plan.peers[part.group]
+        peer = plan.peers.get(part.group)
+        if peer is None:
+            return _Hop(part=part, peer=None, pending=None, error=_not_in(plan, part.group))
         message = Message(
             op="forward",
             meta={"version": self._version, "layer": work.layer, "plan": plan.version},
@@ -129,54 +141,59 @@ class DisaggregatedExecutor:
                 pending = self._links.send(peer, message, lane=self._lane)
                 return _Hop(part=part, peer=peer, pending=pending)
             except CapacityError:
-                limit.check(remedy="the lane's credits stay used up: raise lanes.*.credit_bytes")
+                if limit.passed():
+                    remedy = "the lane's credits stay used up: raise lanes.*.credit_bytes"
+                    return _Hop(part=part, peer=peer, pending=None, error=limit.error(remedy))
                 time.sleep(_CREDIT_PAUSE_S)  # credits come back with replies, within a hop
             except (PeerLostError, DeadlineError) as error:
                 return _Hop(part=part, peer=peer, pending=None, error=error)
 
-    def _finish(
-        self, work: _Work, hop: _Hop, plan: PlacementPlan, deadline: Deadline
-    ) -> FloatArray:
-        """The part's rows, from the group or, after its loss, from its next life."""
-        while True:
-            error = hop.error
-            if hop.pending is not None:
-                try:
-                    reply = self._links.wait(hop.pending, self._hop_deadline(work, hop.peer))
-                    return np.asarray(reply.arrays[0], dtype=np.float32)
-                except (PeerLostError, DeadlineError) as raised:
-                    error = raised
-            assert error is not None
+    def _finish(self, work: _Work, hop: _Hop, deadline: Deadline) -> FloatArray:
+        """The part's rows: from the group asked, else from whoever can give them."""
+        error = hop.error
+        if hop.pending is not None and hop.peer is not None:
+            try:
+                reply = self._links.wait(hop.pending, self._hop_deadline(work, hop.peer))
+                return np.asarray(reply.arrays[0], dtype=np.float32)
+            except (PeerLostError, DeadlineError) as raised:
+                error = raised
+        assert error is not None
+        if hop.peer is not None:
             self._links.suspect(hop.peer.incarnation, error)
-            stuck = isinstance(error, DeadlineError) and hop.pending is not None
-            newer = self._newer_life(hop, plan, deadline, error, patient=not stuck)
-            if newer is not None:
+            if isinstance(error, PeerLostError):
                 self._links.forget(hop.peer.incarnation)
-                self._links.num_retries += 1
-                return self._run(_rest(work, hop.part), newer, deadline)
+        rest = _rest(work, hop.part)
+        plan = self._plan_for(rest, hop, deadline, error)
+        self._links.num_retries += 1
+        return self._run(rest, plan, deadline)
 
-    def _newer_life(
-        self,
-        hop: _Hop,
-        plan: PlacementPlan,
-        deadline: Deadline,
-        error: TransportError,
-        *,
-        patient: bool,
-    ) -> PlacementPlan | None:
-        """A plan in which the part's experts live elsewhere; None when a merely slow group is
-        still current (`patient` false: its answer may yet come)."""
-        current = self._plans.current()
-        while not _moved(hop, current):
+    def _plan_for(
+        self, rest: _Work, hop: _Hop, deadline: Deadline, error: TransportError
+    ) -> PlacementPlan:
+        """The plan under which a failed part is sent again: the first in which nobody that failed
+        is needed, or the current one when its group is merely slow (its answer may yet come)."""
+        while True:
+            plan = self._plans.current()
+            if self._is_good(plan, rest):
+                return plan
             if deadline.passed():
                 raise error
-            if not patient:
-                return None
-            try:
-                current = self._plans.wait_newer(max(current.version, plan.version), deadline)
-            except DeadlineError as late:
-                raise error from late
-        return current
+            slow = isinstance(error, DeadlineError) and hop.peer is not None
+            if slow and plan.peers.get(hop.part.group) == hop.peer:
+                return plan
+            # In slices, since a peer that failed is no longer avoided after a while.
+            part_s = min(_PLAN_SLICE_S, deadline.left_s())
+            with suppress(DeadlineError):
+                self._plans.wait_newer(
+                    plan.version,
+                    Deadline.after(part_s, operation="a newer plan", peer="controller"),
+                )
+
+    def _is_good(self, plan: PlacementPlan, work: _Work) -> bool:
+        avoided = self._links.avoided()
+        groups_E = choose_holders(plan, work.layer, avoided)
+        peers = [plan.peers.get(groups_E[expert]) for expert in set(work.experts_P.tolist())]
+        return all(peer is not None and peer.incarnation not in avoided for peer in peers)
 
     def _hop_deadline(self, work: _Work, peer: GroupPeer) -> Deadline:
         small = len(work.latents_NL) <= DECODE_TOKENS
@@ -187,9 +204,13 @@ class DisaggregatedExecutor:
         )
 
 
-def _moved(hop: _Hop, plan: PlacementPlan) -> bool:
-    peer = plan.peers.get(hop.part.group)
-    return peer is None or peer.incarnation != hop.peer.incarnation
+def _not_in(plan: PlacementPlan, group: str) -> PeerLostError:
+    return PeerLostError(
+        f"{group} is lost, and plan {plan.version} has no other holder of its experts",
+        remedy="it is being rebuilt; see `k3ray status`",
+        peer=group,
+        operation="expert forward",
+    )
 
 
 def _rest(work: _Work, part: Part) -> _Work:

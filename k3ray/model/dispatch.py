@@ -7,11 +7,14 @@ Legend: N latent rows, P pairs, E logical experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from k3ray.ids import Incarnation
+from k3ray.placement.plan import PlacementPlan
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -21,7 +24,7 @@ class Part:
     """What one group gets.
 
     Args:
-        group: Actor id of the home.
+        group: Actor id of the group that is asked.
         pairs: Index of the part's pairs among all pairs, ascending.
         latent_rows: Unique rows of the latents, ascending.
         rows_P: [P of the part] int32, index into `latent_rows`.
@@ -35,19 +38,41 @@ class Part:
     experts_P: npt.NDArray[np.int32]
 
 
+def choose_holders(
+    plan: PlacementPlan, layer: int, avoided: Collection[Incarnation]
+) -> tuple[str, ...]:
+    """The group to ask for each expert of a layer: its first live holder that is not avoided,
+    else its first live one, else its home (whose next life the caller waits for)."""
+    bad = {incarnation.actor for incarnation in avoided if _is_peer(plan, incarnation)}
+    homes = plan.homes[layer]
+    if not bad and plan.peers.keys() >= set(homes):
+        return homes
+    chosen = []
+    for expert, home in enumerate(homes):
+        live = [group for group in plan.holders(layer, expert) if group in plan.peers]
+        good = [group for group in live if group not in bad]
+        chosen.append((good or live or [home])[0])
+    return tuple(chosen)
+
+
+def _is_peer(plan: PlacementPlan, incarnation: Incarnation) -> bool:
+    peer = plan.peers.get(incarnation.actor)
+    return peer is not None and peer.incarnation == incarnation
+
+
 def split_pairs(
-    rows_P: Int64Array, experts_P: Int64Array, homes: Sequence[str], *, num_rows: int
+    rows_P: Int64Array, experts_P: Int64Array, groups_E: Sequence[str], *, num_rows: int
 ) -> list[Part]:
     """One part per group that holds any of `experts_P`, in order of the groups' names.
 
     Args:
         rows_P: [P] latent row of each pair, ascending.
         experts_P: [P] logical expert of each pair.
-        homes: Home of each logical expert of the layer.
+        groups_E: Group to ask for each logical expert of the layer.
         num_rows: N.
     """
-    groups = sorted(set(homes))
-    group_of_E = np.array([groups.index(home) for home in homes])
+    groups = sorted(set(groups_E))
+    group_of_E = np.array([groups.index(group) for group in groups_E])
     group_of_P = group_of_E[experts_P]
     parts = []
     for index, group in enumerate(groups):

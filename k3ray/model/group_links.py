@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from k3ray.clock import Deadline
+from k3ray.clock import Deadline, monotonic
 from k3ray.errors import TransportError
 from k3ray.ids import Incarnation
 from k3ray.placement.plan import GroupPeer, PlacementPlan
@@ -32,6 +32,9 @@ class PlanSource(Protocol):
         ...
 
 
+AVOID_S = 10.0
+"""How long a peer that failed once is passed over: by then the controller has verified it."""
+
 LostCallback = Callable[[Incarnation, TransportError], None]
 """Told of every peer that died or missed a deadline; must return at once."""
 
@@ -52,8 +55,9 @@ class GroupLinks:
         self._connect_s = connect_s
         self._on_lost = on_lost
         self._connected: dict[str, Incarnation] = {}
+        self._avoided: dict[Incarnation, float] = {}
         self.num_retries = 0
-        """Parts that had to be sent again to another life of their group."""
+        """Parts that had to be sent again, to a replica or to another life of their group."""
 
     def send(self, peer: GroupPeer, message: Message, *, lane: Lane) -> Pending:
         """Send to the current life of a group, connecting first if needed.
@@ -77,9 +81,17 @@ class GroupLinks:
         return self._client.wait([pending], deadline)[0]
 
     def suspect(self, incarnation: Incarnation, error: TransportError) -> None:
-        """Pass on that a peer seems dead or stuck."""
+        """Pass on that a peer seems dead or stuck, and prefer its replicas for a while."""
+        self._avoided[incarnation] = monotonic() + AVOID_S
         if self._on_lost is not None:
             self._on_lost(incarnation, error)
+
+    def avoided(self) -> frozenset[Incarnation]:
+        """Peers to be asked only where there is no other holder."""
+        if self._avoided:
+            now_s = monotonic()
+            self._avoided = {peer: until for peer, until in self._avoided.items() if until > now_s}
+        return frozenset(self._avoided)
 
     def forget(self, incarnation: Incarnation) -> None:
         """Disconnect a life that has ended; unknown ones are fine."""

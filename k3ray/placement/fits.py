@@ -27,10 +27,14 @@ TRAIN_COPIES = 7
 """Master, two moments, gradients, and the shadow's master and moments."""
 
 
-def group_bytes(text: TextConfig, num_experts: int, max_live_versions: int) -> int:
-    """Bytes of one group that owns `num_experts` of every layer, trainer included."""
-    parameters = num_experts * len(text.moe_layers) * count_parameters(text).per_expert
-    return PROCESS_BYTES + BYTES_FP32 * parameters * (max_live_versions + 1 + TRAIN_COPIES)
+def group_bytes(
+    text: TextConfig, num_experts: int, max_live_versions: int, *, num_copied: int = 0
+) -> int:
+    """Bytes of one group that owns `num_experts` of every layer, trainer included, and has copies
+    of `num_copied` more to serve from."""
+    each = len(text.moe_layers) * count_parameters(text).per_expert
+    served = (num_experts + num_copied) * (max_live_versions + 1)
+    return PROCESS_BYTES + BYTES_FP32 * each * (served + num_experts * TRAIN_COPIES)
 
 
 def stack_bytes(text: TextConfig, spec: SupernodeSpec) -> int:
@@ -71,7 +75,13 @@ def check_resources(
         PlacementError: something does not fit; the message carries the arithmetic.
     """
     sizes = _group_sizes(spec, text)
-    groups = sum(group_bytes(text, size, spec.max_live_versions) for size in sizes)
+    groups = sum(
+        group_bytes(
+            text, size, spec.max_live_versions,
+            num_copied=sum(sizes[index - step] for step in range(1, spec.replication)),
+        )
+        for index, size in enumerate(sizes)
+    )  # fmt: skip
     stacks = spec.stacks * stack_bytes(text, spec)
     needs = {"k3_group": float(spec.groups), "k3_stack": float(spec.stacks)}
     if "memory" in resources:
@@ -85,7 +95,7 @@ def check_resources(
         f"memory = {spec.groups} groups {_amount('memory', groups)} + {spec.stacks} stacks "
         f"{_amount('memory', stacks)} ({len(text.moe_layers)} MoE layers x {text.num_experts} "
         f"experts x {count.per_expert} + {count.dense} parameters, "
-        f"{spec.max_live_versions} live versions, fp32)"
+        f"{spec.max_live_versions} live versions, replication {spec.replication}, fp32)"
     )
     short = [name for name, need in needs.items() if need > resources.get(name, 0.0)]
     if short:

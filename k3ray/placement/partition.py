@@ -1,18 +1,21 @@
 """From a partition of experts to the homes of a plan, and from one plan to the next.
 
-A partition lists, group by group, the logical experts that the group owns in every MoE layer. A
-plan is valid only if every (layer, expert) has exactly one live home. Pure functions.
+A partition lists, group by group, the logical experts that the group owns in every MoE layer.
+Replicas are chained: the part of group i is copied to groups i + 1, i + 2, ... around the ring, so
+that the load of a lost group goes to its neighbours. A plan is valid only if every (layer, expert)
+has exactly one home and a live holder. Pure functions.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from k3ray.config.model import TextConfig
 from k3ray.errors import PlanError
 from k3ray.ids import refuse_lower_term
-from k3ray.placement.plan import GroupPeer, PlacementPlan
+from k3ray.placement.plan import GroupPeer, Homes, PlacementPlan, Replicas
 
 Partition = tuple[tuple[int, ...], ...]
 
@@ -78,8 +81,46 @@ def homes_of_partition(
     return dict.fromkeys(text.moe_layers, homes)
 
 
+def chained_replicas(
+    homes: Homes, groups: Sequence[str], replication: int
+) -> dict[int, tuple[tuple[str, ...], ...]]:
+    """Groups that copy each expert of each layer.
+
+    Args:
+        homes: Owning groups.
+        groups: All groups, in ring order.
+        replication: Holders of an expert, its home included.
+
+    Raises:
+        PlanError: fewer groups than holders.
+
+    >>> chained_replicas({1: ("a", "b")}, ("a", "b", "c"), 2)
+    {1: (('b',), ('c',))}
+    """
+    if not 1 <= replication <= len(groups):
+        raise PlanError(
+            f"replication {replication} with {len(groups)} groups: every copy needs its own group",
+            remedy="lower replication or add groups",
+            replication=replication,
+        )
+    after = {
+        group: tuple(groups[(index + step) % len(groups)] for step in range(1, replication))
+        for index, group in enumerate(groups)
+    }
+    return {layer: tuple(after[home] for home in owners) for layer, owners in homes.items()}
+
+
+def holder_sets(homes: Homes, replicas: Replicas) -> frozenset[frozenset[str]]:
+    """The different sets of groups of which one at least must live, for some expert's sake."""
+    return frozenset(
+        frozenset((home, *(replicas[layer][expert] if layer in replicas else ())))
+        for layer, owners in homes.items()
+        for expert, home in enumerate(owners)
+    )
+
+
 def validate_plan(plan: PlacementPlan, text: TextConfig) -> None:
-    """Check that every (layer, expert) has exactly one home and that the home is alive.
+    """Check that every (layer, expert) has exactly one home and a live holder.
 
     Raises:
         PlanError: names the layer, the expert and what is missing.
@@ -99,15 +140,17 @@ def validate_plan(plan: PlacementPlan, text: TextConfig) -> None:
                 remedy="rebuild the plan from the model config",
                 layer=layer,
             )
-        for expert, home in enumerate(homes):
-            if home not in plan.peers:
+        for expert in range(len(homes)):
+            holders = plan.holders(layer, expert)
+            if plan.peers.keys().isdisjoint(holders):
                 raise PlanError(
-                    f"plan {plan.version}: expert {expert} of layer {layer} lives in {home}, "
-                    f"which is not among the live groups {sorted(plan.peers)}",
+                    f"plan {plan.version}: expert {expert} of layer {layer} lives in "
+                    f"{' and '.join(holders)}, which is not among the live groups "
+                    f"{sorted(plan.peers)}",
                     remedy="wait until the group is rebuilt",
                     layer=layer,
                     expert=expert,
-                    group=home,
+                    group=holders[0],
                 )
 
 
@@ -129,4 +172,4 @@ def replace_peer(plan: PlacementPlan, peer: GroupPeer) -> PlacementPlan:
         seen=plan.peers[group].incarnation.term, offered=peer.incarnation.term, who=group
     )
     peers: Mapping[str, GroupPeer] = {**plan.peers, group: peer}
-    return PlacementPlan(version=plan.version + 1, homes=plan.homes, peers=peers)
+    return replace(plan, version=plan.version + 1, peers=peers)

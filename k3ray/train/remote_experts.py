@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -170,6 +170,7 @@ class RemoteExperts:
             StepAbortedError: see the module docstring.
         """
         self._check_plan()
+        self._require(part.group for part in parts)
         peers = [self._plan.peers[part.group] for part in parts]
         pendings = [
             self._send(peer, Message(op=op, meta=meta, arrays=arrays(part)))
@@ -203,6 +204,7 @@ class RemoteExperts:
         """One call to every group, at the same time."""
         if check_plan:
             self._check_plan()
+        self._require(self._plan.owners())
         peers: dict[str, GroupPeer] = dict(sorted(self._plan.peers.items()))
         pendings = {}
         for group, peer in peers.items():
@@ -250,6 +252,17 @@ class RemoteExperts:
                 f"placement plan {self._plan.version} was replaced by {current}",
                 remedy="retry the step under the new plan",
                 reason="plan_changed",
+            )
+
+    def _require(self, groups: Iterable[str]) -> None:
+        """The plan may go on serving from replicas without a home, but only homes train."""
+        lost = sorted(set(groups) - self._plan.peers.keys())
+        if lost:
+            raise StepAbortedError(
+                f"plan {self._plan.version} serves without {', '.join(lost)}, whose experts train "
+                "nowhere else",
+                remedy="the step is retried once they are rebuilt",
+                reason="home_lost",
             )
 
     def _wait_newer(self, limit_s: float) -> PlacementPlan | None:

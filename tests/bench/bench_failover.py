@@ -1,6 +1,6 @@
 """Kills under load: what the clients saw, and how long they waited.
 
-Brings up `k3-tiny` (2 groups without replica, 2 stacks), runs four seeded streams without pause,
+Brings up `k3-tiny` (2 groups, without replica unless asked for, 2 stacks), runs four seeded streams without pause,
 and SIGKILLs a group, then a stack, `--kills` times each. Every stream's tokens and log-prob bits
 are compared with an undisturbed run. Prints lost / doubled / changed tokens and the stall's p50 /
 p99 per kind of kill.
@@ -107,10 +107,11 @@ def kill_round(live: Live, load: Load, role: str, turn: int) -> tuple[list[float
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--replication", type=int, default=1)
     parser.add_argument("--roles", default="expert_group,attention_stack")
     options = parser.parse_args()
     ok = True
-    with live_supernode("stacks=2") as live:
+    with live_supernode("stacks=2", f"replication={options.replication}") as live:
         for role in options.roles.split(","):
             load = Load(live.url)
             load.start()
@@ -126,7 +127,7 @@ def main() -> int:
             load.stop()
             damage = load.damage
             row = {
-                "role": role, "kills": options.kills, "streams": load.num_streams,
+                "role": role, "replication": options.replication, "kills": options.kills, "streams": load.num_streams,
                 "lost": damage.lost, "doubled": damage.doubled, "changed": damage.changed,
                 "errors": len(load.errors),
                 "stall_p50_s": round(statistics.median(stalls), 3),

@@ -50,9 +50,10 @@ class Line:
 
     def start_group(self, actor: str, term: int) -> None:
         """Bring up a life of a group and give the stack a plan that names it."""
+        experts = dict.fromkeys(TEXT.moe_layers, HELD[actor])
         spec = GroupSpec(
             incarnation=Incarnation(actor=actor, term=term), text=TEXT, line="main",
-            experts=dict.fromkeys(TEXT.moe_layers, HELD[actor]), store_dir=str(self.root / "store"),
+            held=experts, owned=experts, store_dir=str(self.root / "store"),
             socket_dir=str(self.root), lanes=LanesConfig(),
             numeric_mode=NumericMode.DETERMINISTIC, deadlines=DEADLINES,
         )  # fmt: skip

@@ -1,5 +1,7 @@
 """Local = disaggregated, bit for bit, under any partition; a lost group changes nothing."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -36,8 +38,10 @@ def _handler(experts, tmp_path):
     return group_handler(CFG, loud_experts(CFG), experts, tmp_path, version=VERSION)
 
 
-def _remote(partition, tmp_path):
-    client, plan = serve_partition(CFG, loud_experts(CFG), partition, tmp_path, version=VERSION)
+def _remote(partition, tmp_path, replication=1):
+    client, plan = serve_partition(
+        CFG, loud_experts(CFG), partition, tmp_path, version=VERSION, replication=replication
+    )
     return client, PlanBox(plan)
 
 
@@ -116,6 +120,76 @@ def test_no_new_life_within_the_deadline_is_the_peers_error(tmp_path):
     )
     with pytest.raises(PeerLostError, match="group-0#1"):
         executor.forward(CFG.moe_layers[0], *_batch(3))
+
+
+@pytest.mark.parametrize("victim", ["group-0", "group-1", "group-2"])
+@pytest.mark.parametrize("num_tokens", [1, 32, 130])
+def test_a_replica_gives_the_same_rows_at_once(victim, num_tokens, tmp_path):
+    """No plan is waited for: the copies are asked under the plan that still names the dead one."""
+    client, plans = _remote(PARTITIONS["three-permuted"], tmp_path, replication=2)
+    plans.on_wait = lambda: pytest.fail("waited for a plan")
+    dead = plans.plan.peers[victim].incarnation
+    executor = DisaggregatedExecutor(GroupLinks(client), plans, version=VERSION)
+    first, second = CFG.moe_layers[:2]
+    wanted = _local(num_tokens)
+    assert torch.equal(executor.forward(first, *_batch(num_tokens)), wanted[0])
+    client.kill(dead)
+    sent = []
+    client.observe = lambda peer, message: sent.append(peer)
+    assert torch.equal(executor.forward(first, *_batch(num_tokens)), wanted[0])
+    asked_once = sent.count(dead)
+    assert asked_once <= 1
+    assert torch.equal(executor.forward(second, *_batch(num_tokens)), wanted[1])
+    assert sent.count(dead) == asked_once  # it is not asked again
+
+
+def test_a_plan_without_the_lost_home_serves_from_replicas(tmp_path):
+    client, plans = _remote(PARTITIONS["two"], tmp_path, replication=2)
+    dead = plans.plan.peers["group-0"].incarnation
+    client.kill(dead)
+    peers = {"group-1": plans.plan.peers["group-1"]}
+    plans.plan = replace(plans.plan, version=2, peers=peers)
+    links = GroupLinks(client)
+    executor = DisaggregatedExecutor(links, plans, version=VERSION)
+    assert torch.equal(executor.forward(CFG.moe_layers[0], *_batch(32)), _local(32)[0])
+    assert links.num_retries == 0
+
+
+def test_both_holders_lost_waits_for_the_next_life(tmp_path):
+    client, plans = _remote(PARTITIONS["three"], tmp_path, replication=2)
+    for group in ("group-0", "group-1"):
+        client.kill(plans.plan.peers[group].incarnation)
+
+    def rebuild():
+        peer = peer_of("group-0", 2)
+        part, copies = PARTITIONS["three"][0], PARTITIONS["three"][2]
+        client.handlers[peer.incarnation] = group_handler(
+            CFG, loud_experts(CFG), part, tmp_path, version=VERSION, copies=copies
+        )
+        plans.plan = replace_peer(plans.plan, peer)
+
+    plans.on_wait = rebuild
+    executor = DisaggregatedExecutor(GroupLinks(client), plans, version=VERSION)
+    assert torch.equal(executor.forward(CFG.moe_layers[0], *_batch(64)), _local(64)[0])
+
+
+def test_a_slow_group_is_passed_over_and_asked_again_where_there_is_no_other(tmp_path):
+    """The first answer of group-1 never comes in time."""
+    for replication in (1, 2):
+        client, plans = _remote(PARTITIONS["two"], tmp_path, replication=replication)
+        plans.on_wait = lambda: pytest.fail("waited for a plan")
+        slow = plans.plan.peers["group-1"].incarnation
+        sent, wait = [], client.wait
+
+        def late(pendings, deadline, wait=wait, sent=sent, slow=slow):
+            if pendings[0].peer == slow and sent.count(slow) == 1:
+                raise deadline.error()
+            return wait(pendings, deadline)
+
+        client.wait, client.observe = late, lambda peer, message, sent=sent: sent.append(peer)
+        executor = DisaggregatedExecutor(GroupLinks(client), plans, version=VERSION)
+        assert torch.equal(executor.forward(CFG.moe_layers[0], *_batch(32)), _local(32)[0])
+        assert sent.count(slow) == (2 if replication == 1 else 1)
 
 
 def test_unknown_version_is_refused(tmp_path):

@@ -19,7 +19,7 @@ from k3ray.errors import K3RayError, PeerLostError
 from k3ray.ids import Incarnation
 from k3ray.model.expert_math import finish
 from k3ray.model.expert_stack import all_experts, init_stacks
-from k3ray.placement.partition import homes_of_partition
+from k3ray.placement.partition import chained_replicas, homes_of_partition
 from k3ray.placement.plan import GroupPeer, PlacementPlan
 from k3ray.transport.protocol import Handler, Lane, Message, Pending
 from k3ray.weights.store import WeightStore
@@ -123,10 +123,14 @@ def group_handler(
     store_dir: Path,
     *,
     version: str,
+    copies: Sequence[int] = (),
 ) -> GroupHandler:
-    """A group that holds these experts of every layer, with one version."""
-    owned = dict.fromkeys(cfg.moe_layers, tuple(experts))
-    handler = GroupHandler(cfg, owned, store=WeightStore(store_dir), line="main")
+    """A group that owns these experts of every layer and has copies of others, one version."""
+    owned, held = (
+        dict.fromkeys(cfg.moe_layers, tuple(sorted(part)))
+        for part in (experts, [*experts, *copies])
+    )
+    handler = GroupHandler(cfg, owned, held=held, store=WeightStore(store_dir), line="main")
     handler.load_version(version, tensors)
     return handler
 
@@ -138,16 +142,20 @@ def serve_partition(
     store_dir: Path,
     *,
     version: str,
+    replication: int = 1,
 ) -> tuple[DirectClient, PlacementPlan]:
     """A client of one group per part, and the plan that says so."""
     client = DirectClient()
     groups = [f"group-{index}" for index in range(len(partition))]
     peers = {group: peer_of(group, 1) for group in groups}
-    for group, experts in zip(groups, partition, strict=True):
-        handler = group_handler(cfg, tensors, experts, store_dir, version=version)
-        client.handlers[peers[group].incarnation] = handler
     homes = homes_of_partition(partition, groups, cfg)
-    return client, PlacementPlan(version=1, homes=homes, peers=peers)
+    replicas = chained_replicas(homes, groups, replication)
+    layer = cfg.moe_layers[0]
+    for group, experts in zip(groups, partition, strict=True):
+        copies = [e for e in range(cfg.num_experts) if group in replicas[layer][e]]
+        handler = group_handler(cfg, tensors, experts, store_dir, version=version, copies=copies)
+        client.handlers[peers[group].incarnation] = handler
+    return client, PlacementPlan(version=1, homes=homes, replicas=replicas, peers=peers)
 
 
 def loud_experts(cfg: TextConfig) -> dict[str, torch.Tensor]:

@@ -46,7 +46,7 @@ class ProcessActors:
         self.orders = []
         self.refuse = ""  # start of the versions that nobody can load
 
-    async def start(self, incarnation, role, experts):
+    async def start(self, incarnation, role, held, owned):
         alive = [i for i in self.processes if i.actor == incarnation.actor]
         assert not alive, "a new life before the old one was fenced"
         process = subprocess.Popen(["sleep", "1000"])

@@ -37,6 +37,11 @@ def _publish(handler, store, step=0):
     return str(store.commit(staged, [shard]))
 
 
+def _load_from_store(handler, store, version):
+    names = handler.missing_names(version)
+    handler.load_version(version, store.open("main", version).read(names))
+
+
 def _forward(handler, version):
     latents = np.arange(2 * CFG.routed_expert_hidden_size, dtype=np.float32).reshape(2, -1) / 50
     meta = {"version": version, "layer": LAYER}
@@ -50,9 +55,9 @@ def test_a_published_version_serves_from_memory_with_the_stores_bits(tmp_path):
     _load(trained)
     version = _publish(trained, store)
     assert trained.versions() == ()
-    assert trained.activate_staged(version)
-    assert not other.activate_staged(version)
-    other.load_version(version, store.open("main", version).read(other.owned_names()))
+    assert trained.missing_names(version) == []
+    trained.load_version(version, {})
+    _load_from_store(other, store, version)
     assert np.array_equal(_forward(trained, version), _forward(other, version))
     trained.drop_version(version)
     assert trained.versions() == ()
@@ -65,7 +70,7 @@ def test_a_copy_of_other_bytes_is_not_activated(tmp_path):
     _load(two, seed=2)
     _publish(one, store)
     version_of_two = _publish(two, store)
-    assert not one.activate_staged(version_of_two)
+    assert len(one.missing_names(version_of_two)) == 3 * 2 * len(CFG.moe_layers)
 
 
 def test_the_staged_copy_survives_further_training(tmp_path):
@@ -74,9 +79,9 @@ def test_the_staged_copy_survives_further_training(tmp_path):
     _load(handler)
     version = _publish(handler, store)
     _load(handler, seed=9)
-    assert handler.activate_staged(version)
+    handler.load_version(version, {})
     other = _handler(store)
-    other.load_version(version, store.open("main", version).read(other.owned_names()))
+    _load_from_store(other, store, version)
     assert np.array_equal(_forward(handler, version), _forward(other, version))
 
 
@@ -124,9 +129,43 @@ def test_status_names_versions_experts_and_training(tmp_path):
     }  # fmt: skip
     _load(handler)
     version = _publish(handler, store)
-    handler.activate_staged(version)
+    handler.load_version(version, {})
     status = handler.status()
     assert status["versions"] == [version]
     assert status["experts"][str(LAYER)] == [1, 4]
     assert status["train"]["has_master"]
     assert status["size_bytes"] > 0
+
+
+def test_a_copy_is_served_but_neither_trained_nor_published(tmp_path):
+    """Group 1 owns 0 and 2 and copies 1 and 4, whose home is group 0."""
+    store = WeightStore(tmp_path)
+    home = _handler(store)
+    every = dict.fromkeys(CFG.moe_layers, (0, 1, 2, 4))
+    mine = dict.fromkeys(CFG.moe_layers, (0, 2))
+    copier = GroupHandler(CFG, mine, held=every, store=store, line="main")
+    staged = store.stage("main", EntryKind.VERSION, 0)
+    shards = []
+    for handler, name in ((home, "experts-group-0"), (copier, "experts-group-1")):
+        _load(handler)
+        meta = {"line": "main", "step": 0, "path": staged.path, "shard": name}
+        shards.append(_shard_info(_call(handler, "train_publish", meta).arrays[0]))
+    assert not {t.name for t in shards[0].tensors} & {t.name for t in shards[1].tensors}
+    version = str(store.commit(staged, shards))
+    missing = copier.missing_names(version)
+    assert sorted(missing) == sorted(t.name for t in shards[0].tensors)
+    home.load_version(version, {})
+    copier.load_version(version, store.open("main", version).read(missing))
+    assert np.array_equal(_forward(home, version), _forward(copier, version))
+    tag = {"line": "main", "step": 1, "attempt": 1}
+    norms = _call(copier, "train_norms", tag).arrays[0]
+    assert len(norms) == 3 * 2 * len(CFG.moe_layers)
+    latents = torch.zeros(1, CFG.routed_expert_hidden_size).numpy()
+    meta = {**tag, "micro_batch": 0, "layer": LAYER}
+    with pytest.raises(PlanError, match=r"experts \[4\]"):
+        _call(
+            copier, "train_forward", meta, latents, np.zeros(1, np.int32), np.full(1, 4, np.int32)
+        )
+    status = copier.status()
+    assert status["experts"][str(LAYER)] == [0, 1, 2, 4]
+    assert status["home_experts"][str(LAYER)] == [0, 2]

@@ -77,6 +77,50 @@ def test_two_lost_groups_switch_once(cluster):
     assert cluster.healthy()
 
 
+@pytest.fixture
+def replicated(tmp_path):
+    """Three groups, two holders of every expert."""
+    spec = SupernodeSpec(preset="k3-tiny", groups=3, replication=2, stacks=1)
+    fake = FakeCluster(spec, tmp_path / "journal.jsonl")
+    fake.supervisor.commit_version(version_of(0), 0.0)
+    fake.settle()
+    fake.now_s += 100.0
+    fake.ordered.clear()
+    return fake
+
+
+def test_with_replicas_the_plan_first_goes_on_without_the_lost_group(replicated):
+    replicated.kill("group-1")
+    replicated.settle()
+    assert kinds(replicated) == [
+        FenceActor, SwitchPlan, StartActor, PushPlan, LoadVersion, SwitchPlan, PushPlan,
+    ]  # fmt: skip
+    switches = [c for c in replicated.ordered if isinstance(c, SwitchPlan)]
+    assert [len(c.peers) for c in switches] == [2, 3]
+    assert "lost: group-1" in switches[0].reason
+    assert "new: group-1" in switches[1].reason
+    assert replicated.healthy()
+
+
+def test_neighbours_lost_together_leave_the_plan_until_one_is_back(replicated):
+    """group-0 and group-1 hold the only two copies of the first part."""
+    replicated.kill("group-0")
+    replicated.kill("group-1")
+    replicated.settle()
+    switches = [c for c in replicated.ordered if isinstance(c, SwitchPlan)]
+    assert all(len(c.peers) >= 2 for c in switches)
+    assert replicated.supervisor.is_whole()
+    assert replicated.healthy()
+
+
+def test_the_first_plan_waits_for_all_groups(tmp_path):
+    spec = SupernodeSpec(preset="k3-tiny", groups=3, replication=3, stacks=1)
+    fake = FakeCluster(spec, tmp_path / "journal.jsonl")
+    fake.supervisor.commit_version(version_of(0), 0.0)
+    fake.settle()
+    assert [len(c.peers) for c in fake.ordered if isinstance(c, SwitchPlan)] == [3]
+
+
 def test_a_start_that_hangs_is_fenced_at_its_deadline(cluster):
     cluster.kill("group-0")
     cluster.tick()

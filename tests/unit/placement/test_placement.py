@@ -1,20 +1,25 @@
 """Partitions, plans and the fit arithmetic."""
 
+from dataclasses import replace
+
 import pytest
 
 from k3ray.config.cluster import LocalClusterConfig
+from k3ray.config.count import count_parameters
 from k3ray.config.presets import PRESETS
 from k3ray.config.supernode import SupernodeSpec
 from k3ray.errors import ConfigError, FencedError, PlacementError, PlanError
 from k3ray.ids import Incarnation
-from k3ray.placement.fits import check_fits, check_resources
+from k3ray.placement.fits import check_fits, check_resources, group_bytes
 from k3ray.placement.partition import (
+    chained_replicas,
     even_partition,
+    holder_sets,
     homes_of_partition,
     replace_peer,
     validate_plan,
 )
-from k3ray.placement.plan import GroupPeer, PlacementPlan
+from k3ray.placement.plan import GroupPeer, PlacementPlan, experts_held
 
 TINY = PRESETS["k3-tiny"].text_config
 
@@ -110,3 +115,51 @@ def test_fit_of_a_local_cluster():
         check_fits(spec, cluster, memory_bytes=2**29)
     with pytest.raises(ConfigError, match="k3-nano"):
         check_fits(SupernodeSpec(preset="k3-nanno"), cluster)
+
+
+@pytest.mark.parametrize("num_groups", [2, 3, 5])
+def test_chained_replicas_are_elsewhere_and_even(num_groups):
+    groups = tuple(f"group-{i}" for i in range(num_groups))
+    homes = homes_of_partition(even_partition(8, num_groups), groups, TINY)
+    for replication in range(1, num_groups + 1):
+        replicas = chained_replicas(homes, groups, replication)
+        plan = PlacementPlan(version=1, homes=homes, replicas=replicas, peers={})
+        for layer in TINY.moe_layers:
+            for expert in range(8):
+                holders = plan.holders(layer, expert)
+                assert len(set(holders)) == len(holders) == replication
+        held = [experts_held(homes, replicas, group) for group in groups]
+        assert sum(len(h[TINY.moe_layers[0]]) for h in held) == 8 * replication
+        lost = {g: peer(g) for g in groups[replication - 1 :]}
+        validate_plan(replace(plan, peers=lost), TINY)  # all but `replication - 1` groups live
+        sets = holder_sets(homes, replicas)
+        assert all(len(holders) == replication for holders in sets)
+    for wrong in (0, num_groups + 1):
+        with pytest.raises(PlanError, match=f"replication {wrong}"):
+            chained_replicas(homes, groups, wrong)
+
+
+def test_a_plan_without_any_holder_is_refused():
+    plan = plan_of(even_partition(8, 3))
+    groups = tuple(plan.peers)
+    replicas = chained_replicas(plan.homes, groups, 2)
+    only = replace(plan, replicas=replicas, peers={"group-2": peer("group-2")})
+    with pytest.raises(PlanError, match="expert 0 of layer 1 lives in group-0 and group-1"):
+        validate_plan(only, TINY)
+
+
+def test_copies_cost_memory_but_no_training_state():
+    one, two = (
+        check_resources(
+            SupernodeSpec(preset="k3-tiny", groups=2, replication=r), TINY,
+            {"k3_group": 2.0, "k3_stack": 1.0},
+        )[-1]
+        for r in (1, 2)
+    )  # fmt: skip
+    assert "replication 2" in two
+    assert one != two
+    own = group_bytes(TINY, 4, 2)
+    copied = group_bytes(TINY, 4, 2, num_copied=4) - own
+    assert copied == 4 * len(TINY.moe_layers) * count_parameters(TINY).per_expert * 4 * 3
+    with pytest.raises(ValueError, match="replication is 3 but groups is 2"):
+        SupernodeSpec(groups=2, replication=3)
