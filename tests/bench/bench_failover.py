@@ -1,9 +1,9 @@
 """Kills under load: what the clients saw, and how long they waited.
 
-Brings up `k3-tiny` (2 groups, without replica unless asked for, 2 stacks), runs four seeded streams without pause,
-and SIGKILLs a group, then a stack, `--kills` times each. Every stream's tokens and log-prob bits
-are compared with an undisturbed run. Prints lost / doubled / changed tokens and the stall's p50 /
-p99 per kind of kill.
+Brings up `k3-tiny` (2 groups, without replica unless asked for, 2 stacks), runs four seeded streams
+without pause, and SIGKILLs a group, then a stack, `--kills` times each. Every stream's tokens and
+log-prob bits are compared with an undisturbed run. Prints lost / doubled / changed tokens and the
+stall's p50 / p99 per kind of kill.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def main() -> int:
             load.stop()
             damage = load.damage
             row = {
-                "role": role, "replication": options.replication, "kills": options.kills, "streams": load.num_streams,
+                "role": role, "replication": options.replication, "kills": options.kills,
+                "streams": load.num_streams,
                 "lost": damage.lost, "doubled": damage.doubled, "changed": damage.changed,
                 "errors": len(load.errors),
                 "stall_p50_s": round(statistics.median(stalls), 3),
