@@ -84,17 +84,21 @@ class ControllerCore(TrainingMethods):
         self._runner: asyncio.Task[None] | None = None
 
     async def begin(self) -> int:
-        """Start deciding; returns the controller's term. Called once, by the creator."""
+        """Start deciding; returns the controller's term. Any other question begins it, too."""
         if self._loop is None:
-            self._loop = ControlLoop(
-                self._supervisor, self._training, self._cluster, self._clients, self._store
-            )
-            for version, reason in missing_versions(self._spec, self._store, self._ledger).items():
-                self._supervisor.retire_version(version, reason)
-            self._loop.spawn(self._boot(self._loop))
-            self._runner = asyncio.get_running_loop().create_task(self._loop.run())
-            self._runner.add_done_callback(_end_with_the_loop)
+            self._begin()
         return self._ledger.term
+
+    def _begin(self) -> None:
+        loop = ControlLoop(
+            self._supervisor, self._training, self._cluster, self._clients, self._store
+        )
+        for version, reason in missing_versions(self._spec, self._store, self._ledger).items():
+            self._supervisor.retire_version(version, reason)
+        loop.spawn(self._boot(loop))
+        self._runner = asyncio.get_running_loop().create_task(loop.run())
+        self._runner.add_done_callback(_end_with_the_loop)
+        self._loop = loop
 
     async def _boot(self, loop: ControlLoop) -> None:
         try:
@@ -145,7 +149,7 @@ class ControllerCore(TrainingMethods):
         self, role: str, actor_id: str, pid: int, node: str, endpoint: str
     ) -> Incarnation:
         """A client process (ingress, train worker) comes to life; returns its incarnation."""
-        return self._clients.register(
+        return self._running.clients.register(
             Role(role), actor_id, (pid, node, endpoint), now_s=monotonic()
         )
 
@@ -155,7 +159,7 @@ class ControllerCore(TrainingMethods):
         Raises:
             FencedError: it was replaced or dropped.
         """
-        self._clients.heartbeat(incarnation, now_s=monotonic())
+        self._running.clients.heartbeat(incarnation, now_s=monotonic())
 
     async def stacks(self) -> list[dict[str, Any]]:
         """Stacks that serve the latest version: id, term, actor_name, load (open requests)."""
@@ -199,7 +203,8 @@ class ControllerCore(TrainingMethods):
 
     async def stop(self) -> None:
         """End all actors and journal the end; `k3ray down` does the rest."""
-        await self._running.stop()
+        if self._loop is not None:
+            await self._loop.stop()
         for lease in list(self._ledger.state.leases):
             self._training.end(lease, "the supernode was stopped")
         await asyncio.gather(*(self._end(actor) for actor in list(self._supervisor.actors)))
@@ -213,7 +218,7 @@ class ControllerCore(TrainingMethods):
         try:
             await self._cluster.fence(
                 incarnation,
-                self._running.facts(actor),
+                self._supervisor.process_of(actor),
                 limit_s=self._spec.deadlines.commit_s,
             )
         except K3RayError as error:
@@ -226,7 +231,8 @@ class SelfStartingController(ControllerCore):
     """`ControllerCore` as Ray runs it: every life begins by itself, one that Ray restarted, too.
 
     That one takes a higher term, fences the actors of the life before and starts new ones;
-    requests go on from their known tokens.
+    requests go on from their known tokens. Ray once lost the call by which a restarted life asks
+    itself to begin, so the first question of anybody else begins it as well.
     """
 
     def __init__(self, spec: SupernodeSpec, folders: Folders) -> None:
@@ -234,14 +240,18 @@ class SelfStartingController(ControllerCore):
         ray.get_runtime_context().current_actor.begin_by_itself.remote()
 
     async def begin_by_itself(self) -> None:
-        """`begin`, and the end of the process if that fails: Ray tries the next life. The first
+        """`begin`, asked for by this process itself."""
+        await self.begin()
+
+    def _begin(self) -> None:
+        """As before, and the end of the process if that fails: Ray tries the next life. The first
         life's creator calls `begin` as well and gets the typed error before that."""
         try:
-            await self.begin()
+            super()._begin()
         except Exception:
             _log.exception("event=controller.begin_failed")
-            await asyncio.sleep(_LAST_WORDS_S)
-            os._exit(_EXIT_FAILED)
+            asyncio.get_running_loop().call_later(_LAST_WORDS_S, os._exit, _EXIT_FAILED)
+            raise
 
 
 Controller: Any = ray.remote(SelfStartingController)

@@ -37,7 +37,7 @@ from k3ray.control.commands import (
     plan_key,
 )
 from k3ray.control.decide import decide
-from k3ray.control.supervisor import ProcessFacts, Supervisor
+from k3ray.control.supervisor import Supervisor
 from k3ray.control.training import TrainingLedger
 from k3ray.control.view import ActorState, ActorView, ClusterView
 from k3ray.errors import (
@@ -142,7 +142,7 @@ class ControlLoop:
         view = self.supervisor.actors.get(incarnation.actor)
         if view is None or view.term != incarnation.term or view.state is not ActorState.READY:
             return True
-        facts = self.facts(view.actor)
+        facts = self.supervisor.process_of(view.actor)
         if facts is not None and facts.node == own_node():
             if not is_alive(facts):
                 self.lost(incarnation, "its process is gone")
@@ -151,17 +151,6 @@ class ControlLoop:
                 self.lost(incarnation, "its process is stopped")
                 return True
         return not await self._answers(incarnation, 10 * self.supervisor.spec.deadlines.hop_s)
-
-    def facts(self, actor: str) -> ProcessFacts | None:
-        """Where the current life of `actor` runs; None before it said so."""
-        known = self.supervisor.ledger.state.actors.get(actor)
-        if known is None or known.ready is None:
-            return None
-        ready = known.ready
-        return ProcessFacts(
-            node=ready.node, pid=ready.pid, endpoint=ready.endpoint,
-            process_started_unix_s=ready.process_started_unix_s,
-        )  # fmt: skip
 
     async def stop(self) -> None:
         """End the loop and its tasks."""
@@ -317,7 +306,9 @@ class ControlLoop:
     async def _fence(self, incarnation: Incarnation) -> None:
         limit_s = self.supervisor.spec.deadlines.commit_s
         try:
-            await self.cluster.fence(incarnation, self.facts(incarnation.actor), limit_s=limit_s)
+            await self.cluster.fence(
+                incarnation, self.supervisor.process_of(incarnation.actor), limit_s=limit_s
+            )
         except K3RayError as error:
             self.supervisor.fencing_failed(incarnation, str(error), monotonic())
         else:
@@ -351,7 +342,9 @@ class ControlLoop:
         """Processes of this node, straight from the kernel: gone, or stopped for too long."""
         now_s = monotonic()
         for view in self.supervisor.actors.values():
-            facts = self.facts(view.actor) if view.state is ActorState.READY else None
+            facts = (
+                self.supervisor.process_of(view.actor) if view.state is ActorState.READY else None
+            )
             if facts is None or facts.node != own_node():
                 continue
             if not is_alive(facts):

@@ -23,7 +23,7 @@ from k3ray.control.loss_history import with_history
 from k3ray.control.supervisor import Supervisor
 from k3ray.control.training import TrainingLedger
 from k3ray.control.versions import admit_publish, publish_refused
-from k3ray.errors import StaleVersionError, SupernodeError
+from k3ray.errors import StaleVersionError
 from k3ray.weights.manifest import EntryKind, Meta, ShardInfo
 from k3ray.weights.store import StagedEntry, WeightStore
 
@@ -191,6 +191,9 @@ class TrainingMethods:
         """Latest metrics of a line (step, loss, ...), for the status."""
         self._metrics[line] = with_history(self._metrics.get(line), metrics)
 
+    def _begin(self) -> None:
+        raise NotImplementedError
+
     def _model_meta(self) -> dict[str, str | int | float | bool | None]:
         return {"model": self._model_digest, "preset": self._spec.preset}
 
@@ -200,6 +203,8 @@ class TrainingMethods:
 
     @property
     def _running(self) -> ControlLoop:
+        """The control loop, begun by the first who needs it."""
         if self._loop is None:
-            raise SupernodeError("the controller has not begun", remedy="call begin() first")
+            self._begin()
+        assert self._loop is not None
         return self._loop

@@ -201,6 +201,17 @@ class Supervisor:
                 retry_at_s=now_s + backoff_s(failures),
             )  # fmt: skip
 
+    def process_of(self, actor: str) -> ProcessFacts | None:
+        """Where the current life of `actor` runs; None before it said so."""
+        known = self.ledger.state.actors.get(actor)
+        if known is None or known.ready is None:
+            return None
+        ready = known.ready
+        return ProcessFacts(
+            node=ready.node, pid=ready.pid, endpoint=ready.endpoint,
+            process_started_unix_s=ready.process_started_unix_s,
+        )  # fmt: skip
+
     def is_ready(self, incarnation: Incarnation) -> bool:
         """Whether that very life is ready."""
         return self._current(incarnation, ActorState.READY) is not None

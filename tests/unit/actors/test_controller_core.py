@@ -30,6 +30,7 @@ from k3ray.errors import (
     StepAbortedError,
     StoreError,
 )
+from k3ray.ids import Incarnation
 from k3ray.weights.store import WeightStore
 
 SPEC = SupernodeSpec(
@@ -299,6 +300,31 @@ def test_a_new_controller_goes_on_with_the_published_version(run):
 
     run(first)
     run(second)
+
+
+@pytest.mark.parametrize("first", ["status", "heartbeat", "stacks"])
+def test_any_question_begins_a_controller_that_nobody_told_to(run, first):
+    """The call by which a restarted life begins may get lost; the world must not wait for it."""
+
+    async def scenario(bench):
+        if first == "heartbeat":
+            with pytest.raises(FencedError):
+                await bench.core.heartbeat(Incarnation(actor="ingress-0", term=1))
+        else:
+            await getattr(bench.core, first)()
+        await bench.until(lambda d: d["state"] == "ready")
+        assert await bench.core.begin() == 1  # and it has begun once
+        assert len([p for p in bench.actors.processes if p.actor == "group-0"]) == 1
+
+    run(scenario)
+
+
+def test_stopping_before_the_beginning_starts_nothing(run):
+    async def scenario(bench):
+        await bench.core.stop()
+        assert bench.actors.processes == {}
+
+    run(scenario)
 
 
 def test_an_unreadable_latest_version_fails_visibly(run, tmp_path):
