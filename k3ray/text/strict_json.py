@@ -1,6 +1,6 @@
 """A client's JSON -> values, or a `BadRequestError` that says where it is wrong.
 
-Stricter than `json.loads`: no NaN or Infinity, no half surrogate pairs (text that no tokenizer
+Stricter than `json.loads`: no key twice, no NaN or Infinity, no half surrogate pairs (text that no tokenizer
 and no UTF-8 encoder can take), no nesting that would exhaust the stack.
 """
 
@@ -92,7 +92,9 @@ def _decode(body: bytes) -> str:
 
 def _loads(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(
+            text, parse_constant=_refuse_constant, object_pairs_hook=_without_doubles
+        )
     except json.JSONDecodeError as error:
         raise BadRequestError(
             f"the body is not valid JSON at offset {error.pos} "
@@ -111,6 +113,19 @@ def _loads(text: str) -> Any:
         raise BadRequestError(
             "the JSON holds a number that is too long", remedy="use a smaller number", param=None
         ) from None
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of `pairs`; two values for one key are a mistake that nobody would notice."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        double = next(key for key in keys if keys.count(key) > 1)
+        raise BadRequestError(
+            f"the key {shown(double)} stands twice in one object", remedy="send it once",
+            param=None,
+        )  # fmt: skip
+    return value
 
 
 def _refuse_constant(name: str) -> NoReturn:

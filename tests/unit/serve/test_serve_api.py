@@ -153,8 +153,9 @@ def test_bad_completion_field_is_named(fields: dict[str, Any], param: str) -> No
         (b'{"a":' * 100_000, "nested too deep"),
         (b'{"a":' + b"[" * 80 + b"]" * 80 + b"}", "nested deeper"),
         (b'{"a":' + b"9" * 5000 + b"}", "too long"),
+        (b'{"a": 1, "b": [{"c": 1, "d": 2, "c": 1}]}', 'key "c" stands twice'),
     ],
-    ids=["syntax", "empty", "utf8", "array", "nan", "deep", "deeper", "digits"],
+    ids=["syntax", "empty", "utf8", "array", "nan", "deep", "deeper", "digits", "double"],
 )
 def test_broken_json_says_where(body: bytes, said: str) -> None:
     with pytest.raises(BadRequestError, match=said):
