@@ -1,7 +1,7 @@
 """A client's JSON -> values, or a `BadRequestError` that says where it is wrong.
 
-Stricter than `json.loads`: no key twice, no NaN or Infinity, no half surrogate pairs (text that no tokenizer
-and no UTF-8 encoder can take), no nesting that would exhaust the stack.
+Stricter than `json.loads`: no key twice, no NaN or Infinity, no half surrogate pairs (text that no
+tokenizer and no UTF-8 encoder can take), no nesting that would exhaust the stack.
 """
 
 from __future__ import annotations
