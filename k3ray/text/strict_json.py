@@ -92,9 +92,7 @@ def _decode(body: bytes) -> str:
 
 def _loads(text: str) -> Any:
     try:
-        return json.loads(
-            text, parse_constant=_refuse_constant, object_pairs_hook=_without_doubles
-        )
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_doubles)
     except json.JSONDecodeError as error:
         raise BadRequestError(
             f"the body is not valid JSON at offset {error.pos} "
