@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from k3ray.actors.controller_cluster import (
     ACTOR_ENVIRONMENT,
     ActorCluster,
     Folders,
+    open_requests,
     own_node,
 )
 from k3ray.actors.controller_loop import ControlLoop
@@ -41,8 +41,9 @@ from k3ray.control.ledger import Ledger
 from k3ray.control.records import SupernodeDown
 from k3ray.control.supervisor import Supervisor
 from k3ray.control.training import TrainingLedger
-from k3ray.errors import K3RayError, StaleVersionError
+from k3ray.errors import ConfigError, K3RayError, StaleVersionError, SupernodeError
 from k3ray.ids import Incarnation, Role
+from k3ray.placement.fits import check_resources
 from k3ray.placement.partition import even_partition
 from k3ray.placement.plan import PlacementPlan
 from k3ray.weights.store import WeightStore
@@ -168,7 +169,7 @@ class ControllerCore(TrainingMethods):
                 "id": stack.actor,
                 "term": stack.term,
                 "actor_name": actor_name(stack.incarnation),
-                "load": _load_of(self._running.stats.get(stack.incarnation, {})),
+                "load": open_requests(self._running.stats.get(stack.incarnation, {})),
             }
             for stack in serving_stacks(self._running)
         ]
@@ -196,6 +197,31 @@ class ControllerCore(TrainingMethods):
         self._supervisor.unpin(request_id)
         self._running.notify()
 
+    async def scale(self, stacks: int) -> dict[str, Any]:
+        """Have another number of attention stacks; requests go on meanwhile. Returns at once: the
+        status says how far it is (`scaling`).
+
+        Raises:
+            ConfigError: below 1.
+            PlacementError: the cluster cannot hold them; carries the arithmetic.
+            SupernodeError: another change is under way, or it does not serve yet.
+        """
+        spec = self._supervisor.spec
+        if stacks < 1:
+            raise ConfigError(
+                f"{stacks} stacks: nobody would serve", remedy="ask for 1 at least",
+                violations=("stacks",),
+            )  # fmt: skip
+        if self._supervisor.plan() is None:
+            raise SupernodeError("it does not serve yet", remedy="wait until it is ready")
+        if stacks != spec.stacks or self._supervisor.scaling.view() is not None:
+            wanted = spec.model_copy(update={"stacks": stacks})
+            check_resources(wanted, self._text, await asyncio.to_thread(_cluster_resources))
+            self._supervisor.scaling.begin(stacks, "asked for", monotonic())
+            self._supervisor.add_stacks(monotonic())
+            self._running.notify()
+        return {"stacks": stacks, "previous": spec.stacks}
+
     async def report_lost(self, incarnation: Incarnation, by: str) -> bool:
         """A peer saw a death; the controller looks for itself. Returns whether it is true."""
         _log.info("event=peer.reported_lost incarnation=%s by=%s", incarnation, by)
@@ -212,8 +238,8 @@ class ControllerCore(TrainingMethods):
 
     async def _end(self, actor: str) -> None:
         incarnation = self._supervisor.actors[actor].incarnation
-        self._supervisor.observe_lost(incarnation, "the supernode was stopped", monotonic())
-        if not self._supervisor.begin_fencing(incarnation, monotonic()):
+        why = "the supernode was stopped"
+        if not self._supervisor.begin_fencing(incarnation, why, monotonic()):
             return
         try:
             await self._cluster.fence(
@@ -278,9 +304,11 @@ def create_controller(spec: SupernodeSpec, home: Home) -> Any:
     return handle
 
 
-def _load_of(stats: Mapping[str, Any]) -> int:
-    """Open requests of a stack by its last answer."""
-    return sum(int(stats.get(key, 0)) for key in ("running", "waiting"))
+def _cluster_resources() -> dict[str, float]:
+    """Units that all nodes offer (memory is each node's own affair)."""
+    offered: Any = ray.cluster_resources
+    total: dict[str, float] = offered()
+    return {name: total.get(name, 0.0) for name in ("k3_group", "k3_stack")}
 
 
 def _end_with_the_loop(task: asyncio.Task[None]) -> None:

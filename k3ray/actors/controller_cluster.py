@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,11 @@ class ActorCluster:
             ray.kill(handle, no_restart=True)
         except (ValueError, RayError):
             return  # Ray does not know it any more; the process itself is ended by pid
+
+
+def open_requests(stats: Mapping[str, Any]) -> int:
+    """Open requests of a stack by its last answer."""
+    return sum(int(stats.get(key, 0)) for key in ("running", "waiting"))
 
 
 def own_node() -> str:

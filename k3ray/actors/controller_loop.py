@@ -17,19 +17,29 @@ from dataclasses import replace
 from typing import Any, assert_never
 
 from k3ray.actors.controller_clients import ClientRegistry
-from k3ray.actors.controller_cluster import ActorCluster, is_alive, is_stopped, own_node
+from k3ray.actors.controller_cluster import (
+    ActorCluster,
+    is_alive,
+    is_stopped,
+    open_requests,
+    own_node,
+)
+from k3ray.actors.processes import pid_exists
 from k3ray.clock import Deadline, monotonic
 from k3ray.control.commands import (
     AbortAttempt,
     ActivateVersion,
     Command,
     DropVersion,
+    EndScale,
     ExpireLease,
     ExpirePin,
     FenceActor,
+    ForgetActor,
     LoadVersion,
     PushPlan,
     RetireVersion,
+    RollBackScale,
     StartActor,
     SwitchPlan,
     WaitForPins,
@@ -102,6 +112,7 @@ class ControlLoop:
         """The world as it is known now."""
         return replace(
             self.supervisor.view(),
+            loads={life.actor: open_requests(stats) for life, stats in self.stats.items()},
             leases=self.training.leases(),
             attempts=self.training.attempts(),
         )
@@ -208,7 +219,8 @@ class ControlLoop:
                 incarnation = self.supervisor.begin_life(command.actor, monotonic())
                 self.spawn(self._start(incarnation, command.role))
             case FenceActor():
-                if self.supervisor.begin_fencing(command.incarnation, monotonic()):
+                reason = command.reason
+                if self.supervisor.begin_fencing(command.incarnation, reason, monotonic()):
                     self.spawn(self._fence(command.incarnation))
             case LoadVersion():
                 self._operate(
@@ -233,9 +245,18 @@ class ControlLoop:
         | ExpireLease
         | ExpirePin
         | AbortAttempt
-        | WaitForPins,
+        | WaitForPins
+        | ForgetActor
+        | EndScale
+        | RollBackScale,
     ) -> None:
         match command:
+            case ForgetActor():
+                self.supervisor.forget(command.actor)
+            case EndScale():
+                self.supervisor.scaling.end(command.reason)
+            case RollBackScale():
+                self.supervisor.scaling.roll_back(command.reason, monotonic())
             case SwitchPlan():
                 self.supervisor.switch_plan(command.peers)
             case ActivateVersion():
@@ -357,7 +378,7 @@ class ControlLoop:
                 self.lost(view.incarnation, "its process is stopped")
         self.clients.drop_dead(now_s=now_s)
         for lease in self.supervisor.ledger.state.leases.values():
-            if lease.host == socket.gethostname() and not _pid_exists(lease.pid):
+            if lease.host == socket.gethostname() and not pid_exists(lease.pid):
                 self.training.holder_gone(lease.lease_id)
 
     def _reap(self, task: asyncio.Task[None]) -> None:
@@ -368,13 +389,3 @@ class ControlLoop:
             self.failure = f"{type(error).__name__}: {error}"
             _log.error("event=controller.task_failed", exc_info=error)
             self.notify()
-
-
-def _pid_exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -9,7 +9,7 @@ from typing import Any
 from k3ray.actors.controller_loop import ControlLoop
 from k3ray.clock import monotonic
 from k3ray.control.decide import describe_pins, given_up
-from k3ray.control.view import ActorState, ActorView, ClusterView
+from k3ray.control.view import ActorState, ActorView, ClusterView, stack_ids
 from k3ray.ids import Role
 
 _OUTWARD = {
@@ -48,6 +48,7 @@ def status_document(
         "state": state,
         "reason": reason,
         "plan_version": view.plan,
+        "scaling": _scaling(loop, view),
         "versions": _versions(view),
         "actors": [
             {"role": str(Role.CONTROLLER), "id": "controller", "state": "ready",
@@ -73,6 +74,7 @@ def serving_stacks(loop: ControlLoop) -> list[ActorView]:
         actor
         for actor in view.actors.values()
         if actor.role is Role.ATTENTION_STACK
+        and actor.actor in stack_ids(loop.supervisor.spec)  # one that drains takes nothing new
         and actor.state is ActorState.READY
         and actor.plan == view.plan > 0
         and latest in actor.versions
@@ -102,12 +104,21 @@ def _unready(loop: ControlLoop, view: ClusterView) -> tuple[str, str] | None:
         terms = loop.supervisor.group_terms()
         missing = [group for group, term in terms.items() if not term]
         return "rebuilding" if view.plan else "starting", f"waiting for {missing or 'a plan'}"
-    waiting = {a.actor for a in view.actors.values() if a.role is Role.ATTENTION_STACK} - {
-        a.actor for a in serving_stacks(loop)
-    }
+    waiting = {*stack_ids(loop.supervisor.spec)} - {a.actor for a in serving_stacks(loop)}
     if waiting:
         return "rebuilding", f"waiting for {sorted(waiting)}"
     return None
+
+
+def _scaling(loop: ControlLoop, view: ClusterView) -> dict[str, Any]:
+    """The number of stacks, and the last change of it: under way, done or taken back, and why."""
+    last = loop.supervisor.scaling.last
+    return {
+        "stacks": loop.supervisor.spec.stacks,
+        "under_way": view.scale is not None,
+        "previous": last.previous if last else loop.supervisor.spec.stacks,
+        "reason": last.reason if last else "",
+    }
 
 
 def _latest(view: ClusterView) -> str:

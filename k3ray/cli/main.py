@@ -40,6 +40,9 @@ COMMANDS: Mapping[str, Command] = {
     "serve": Command(
         target="k3ray.cli.serve_cmd:serve", summary="Serve HTTP from the live actors."
     ),
+    "scale": Command(
+        target="k3ray.cli.scale_cmd:scale", summary="Change the number of stacks while serving."
+    ),
     "demo": Command(
         target="k3ray.cli.demo_cmd:demo", summary="Random k3-tiny endpoint with one kill, fast."
     ),

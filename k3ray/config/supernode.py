@@ -67,6 +67,7 @@ class DeadlineConfig(Strict):
     commit_s: float = Field(default=5.0, gt=0)
     start_s: float = Field(default=60.0, gt=0)
     rebuild_s: float = Field(default=120.0, gt=0)
+    drain_s: float = Field(default=30.0, gt=0)
 
 
 class SupernodeSpec(Strict):
@@ -75,10 +76,9 @@ class SupernodeSpec(Strict):
     `partition`, when given, lists for each group the experts it owns in every MoE layer (uneven
     allowed); otherwise the experts are split evenly and contiguously. With `replication` above 1
     every expert also has read-only copies in other groups, which serve when its home is lost.
-    `numeric_mode` is that of
-    serving and training alike. `checkpoint` is a folder in the release's layout: it gives the model
-    and the first version of a line that has none; a `tiktoken.model` or `tokenizer.json` in it is
-    used unless `tokenizer_file` names another one.
+    `numeric_mode` is that of serving and training alike. `checkpoint` is a folder in the release's
+    layout: it gives the model and the first version of a line that has none; a `tiktoken.model` or
+    `tokenizer.json` in it is used unless `tokenizer_file` names another one.
     """
 
     name: str = Field(default="k3", pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")

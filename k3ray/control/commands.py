@@ -81,6 +81,28 @@ class SwitchPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetActor:
+    """An actor that the spec no longer has is gone for good."""
+
+    actor: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndScale:
+    """The change of the number of stacks is complete."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollBackScale:
+    """The change of the number of stacks failed: go back to the number before."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PushPlan:
     """Give the current plan to a stack."""
 
@@ -124,6 +146,9 @@ Command = (
     | LoadVersion
     | DropVersion
     | SwitchPlan
+    | ForgetActor
+    | EndScale
+    | RollBackScale
     | PushPlan
     | ActivateVersion
     | RetireVersion

@@ -2,7 +2,7 @@
 
 Level-triggered: it looks only at how things are, so it gives the same answer however they came to
 be, after a restart too. Idempotent: what is under way (`STARTING`, `busy`) is not ordered again.
-Order: endings, fencing, starts, loads, plan, versions, drops.
+Order: endings, fencing, starts, loads, plan, versions, drops, scaling.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from k3ray.control.commands import (
     load_key,
     plan_key,
 )
+from k3ray.control.scale import scale_commands
 from k3ray.control.versions import pins_in_the_way, pins_of, retirable
 from k3ray.control.view import (
     ActorState,
@@ -51,6 +52,7 @@ def decide(spec: SupernodeSpec, view: ClusterView, now_s: float) -> tuple[Comman
         *_plan(spec, view, now_s),
         *_versions(spec, view, now_s),
         *_drops(spec, view),
+        *scale_commands(spec, view, now_s),
     )
 
 
@@ -166,10 +168,9 @@ def _plan(spec: SupernodeSpec, view: ClusterView, now_s: float) -> Iterator[Comm
         return  # stacks get it at the next look, when it has its version
     if view.plan == 0:
         return
-    for name in stack_ids(spec):
-        stack = view.actors.get(name)
+    for stack in view.actors.values():  # draining ones, too: their requests are still open
         if (
-            stack is not None
+            stack.role is Role.ATTENTION_STACK
             and stack.state is ActorState.READY
             and stack.plan < view.plan
             and plan_key(view.plan) not in stack.busy

@@ -83,6 +83,18 @@ class PlanSwitched:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StacksScaled:
+    """From here on the supernode has so many attention stacks; `ended` when all of them serve (or
+    the change was taken back) and none is left over."""
+
+    type: Literal["stacks_scaled"] = "stacks_scaled"
+    stacks: int
+    previous: int
+    ended: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VersionCommitted:
     """A weight version exists whole in the store; it is not the latest yet."""
 
@@ -187,6 +199,7 @@ Record = (
     | ActorReady
     | ActorLost
     | PlanSwitched
+    | StacksScaled
     | VersionCommitted
     | VersionActivated
     | VersionRetired

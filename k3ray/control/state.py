@@ -20,6 +20,7 @@ from k3ray.control.records import (
     LeaseGranted,
     PlanSwitched,
     Record,
+    StacksScaled,
     StepCommitted,
     SupernodeDown,
     SupernodeUp,
@@ -56,9 +57,15 @@ class VersionFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlState:
-    """See the module. `latest` maps a line to its latest active version."""
+    """See the module.
+
+    Args:
+        scaled: The last change of the number of stacks since the supernode came up.
+        latest: Maps a line to its latest active version.
+    """
 
     up: SupernodeUp | None = None
+    scaled: StacksScaled | None = None
     actors: Mapping[str, ActorFacts] = field(default_factory=dict)
     plan: PlanSwitched | None = None
     versions: Mapping[str, VersionFacts] = field(default_factory=dict)
@@ -98,13 +105,15 @@ def apply(state: ControlState, record: Record) -> ControlState:
         case SupernodeUp():
             after = replace(state, up=record)
         case SupernodeDown():
-            after = replace(state, up=None)
+            after = replace(state, up=None, scaled=None)
         case TermGranted() | ActorReady() | ActorLost():
             after = replace(state, actors=_with(state.actors, *_actor(state, record)))
         case PlanSwitched():
             before = state.plan.version if state.plan else 0
             _require(record.version > before, f"plan {record.version} after plan {before}")
             after = replace(state, plan=record)
+        case StacksScaled():
+            after = replace(state, scaled=record)
         case VersionCommitted() | VersionActivated() | VersionRetired():
             after = _version(state, record)
         case LeaseGranted() | LeaseEnded():

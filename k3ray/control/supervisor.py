@@ -24,6 +24,7 @@ from k3ray.control.records import (
     VersionCommitted,
     VersionRetired,
 )
+from k3ray.control.scale_ledger import ScaleLedger
 from k3ray.control.view import (
     ActorState,
     ActorView,
@@ -31,7 +32,6 @@ from k3ray.control.view import (
     PinView,
     VersionView,
     group_ids,
-    stack_ids,
 )
 from k3ray.errors import StaleVersionError, SupernodeError
 from k3ray.ids import Incarnation, Role
@@ -68,7 +68,7 @@ class Supervisor:
         *,
         now_s: float,
     ) -> None:
-        self.spec = spec
+        self.scaling = ScaleLedger(spec, ledger, now_s=now_s)
         self.text = text
         self.ledger = ledger
         self._homes = homes_of_partition(partition, group_ids(spec), text)
@@ -81,13 +81,26 @@ class Supervisor:
             SupernodeUp(name=spec.name, preset=spec.preset, line=spec.line, partition=partition)
         )
         self.actors: dict[str, ActorView] = {
-            name: self._first_view(name, role, now_s)
-            for names, role in (
-                (group_ids(spec), Role.EXPERT_GROUP),
-                (stack_ids(spec), Role.ATTENTION_STACK),
-            )
-            for name in names
+            name: self._first_view(name, Role.EXPERT_GROUP, now_s) for name in group_ids(spec)
         }
+        self.add_stacks(now_s)
+
+    @property
+    def spec(self) -> SupernodeSpec:
+        """What is wanted now."""
+        return self.scaling.spec
+
+    def add_stacks(self, now_s: float) -> None:
+        """Know the stacks that the spec has and those that a change takes away."""
+        for name in self.scaling.known_stacks():
+            if name not in self.actors:
+                self.actors[name] = self._first_view(name, Role.ATTENTION_STACK, now_s)
+
+    def forget(self, actor: str) -> None:
+        """An actor that the spec no longer has is gone."""
+        view = self.actors.get(actor)
+        if view is not None and view.state is ActorState.ABSENT:
+            del self.actors[actor]
 
     def _first_view(self, actor: str, role: Role, now_s: float) -> ActorView:
         """Absent, or LOST when the journal has a life whose end was not recorded."""
@@ -142,9 +155,9 @@ class Supervisor:
         )  # fmt: skip
         return True
 
-    def begin_fencing(self, incarnation: Incarnation, now_s: float) -> bool:
+    def begin_fencing(self, incarnation: Incarnation, reason: str, now_s: float) -> bool:
         """Fencing is under way; False when that life is no longer current."""
-        self.observe_lost(incarnation, "did not start in time", now_s)
+        self.observe_lost(incarnation, reason, now_s)
         view = self._current(incarnation, ActorState.LOST)
         if view is None:
             return False
@@ -333,6 +346,7 @@ class Supervisor:
             plan=plan.version if plan else 0,
             plan_peers={g: p.incarnation.term for g, p in plan.peers.items()} if plan else {},
             holder_sets=self._holder_sets,
+            scale=self.scaling.view(),
             versions=tuple(
                 VersionView(
                     version=v.version, line=v.line, step=v.step, active=v.active,

@@ -104,11 +104,22 @@ class AttemptView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleView:
+    """The number of stacks is being changed, from `previous` to `target`, since `since_s`."""
+
+    previous: int
+    target: int
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterView:
     """Everything a decision may depend on.
 
     Args:
         plan_peers: Maps a group to its term in the plan.
+        scale: The change of the number of stacks that is under way.
+        loads: Open requests of a stack by its last answer.
         holder_sets: Sets of groups of which one at least must serve, for some expert's sake.
     """
 
@@ -116,6 +127,8 @@ class ClusterView:
     plan: int = 0
     plan_peers: Mapping[str, int] = field(default_factory=dict)
     holder_sets: frozenset[frozenset[str]] = frozenset()
+    scale: ScaleView | None = None
+    loads: Mapping[str, int] = field(default_factory=dict)
     versions: tuple[VersionView, ...] = ()
     pins: tuple[PinView, ...] = ()
     leases: tuple[LeaseView, ...] = ()

@@ -54,6 +54,35 @@ def test_stream_survives_the_kill_of_every_stack(live: Live, client: OpenAI) -> 
     assert seen.steps == golden.steps
 
 
+def test_streams_go_on_while_the_number_of_stacks_changes(live: Live, client: OpenAI) -> None:
+    """2 -> 3 -> 1 -> 2 stacks under streams: the same bits, and no stack of the old number left."""
+    golden = stream(client, "Scale: ")
+    for stacks in (3, 1, 2):
+
+        def change(count: int, stacks: int = stacks) -> None:
+            if count == 8:
+                live.supernode.call("scale", stacks)
+
+        seen = stream_completion(client, "Scale: ", max_tokens=40, seed=5, on_token=change)
+        assert seen.steps == golden.steps
+        wait_for(lambda: not live.status()["scaling"]["under_way"], limit_s=120.0)
+        assert live.status()["scaling"]["stacks"] == stacks
+        assert [a["id"] for a in live.actors("attention_stack")] == [
+            f"stack-{i}" for i in range(stacks)
+        ]
+        assert stream(client, "Scale: ").steps == golden.steps
+
+
+@pytest.mark.parametrize(
+    ("stacks", "said"), [(0, "nobody would serve"), (99, "k3_stack: 99 needed")]
+)
+def test_an_impossible_number_of_stacks_changes_nothing(live: Live, stacks: int, said: str) -> None:
+    before = live.status()["scaling"]
+    with pytest.raises(K3RayError, match=said):
+        live.supernode.call("scale", stacks)
+    assert live.status()["scaling"] == before
+
+
 def test_stream_survives_the_kill_of_the_controller(live: Live, client: OpenAI) -> None:
     golden = stream(client, "Controller: ")
     before = live.actors("controller")[0]

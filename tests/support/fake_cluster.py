@@ -16,12 +16,15 @@ from k3ray.control.commands import (
     ActivateVersion,
     Command,
     DropVersion,
+    EndScale,
     ExpireLease,
     ExpirePin,
     FenceActor,
+    ForgetActor,
     LoadVersion,
     PushPlan,
     RetireVersion,
+    RollBackScale,
     StartActor,
     SwitchPlan,
     WaitForPins,
@@ -56,6 +59,7 @@ class FakeCluster:
     fails: Callable[[Command], bool] = lambda command: False
     alive: dict[str, int] = field(default_factory=dict)
     ordered: list[Command] = field(default_factory=list)
+    loads: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(Journal.open(self.journal_file))
@@ -67,6 +71,7 @@ class FakeCluster:
         """The world."""
         return replace(
             self.supervisor.view(),
+            loads=dict(self.loads),
             leases=self.training.leases(),
             attempts=self.training.attempts(),
         )
@@ -74,8 +79,9 @@ class FakeCluster:
     def decide(self) -> tuple[Command, ...]:
         """What `decide` orders now; asked twice, because it must not depend on anything else."""
         view = self.view()
-        commands = decide(self.spec, view, self.now_s)
-        assert commands == decide(self.spec, view, self.now_s)
+        spec = self.supervisor.spec
+        commands = decide(spec, view, self.now_s)
+        assert commands == decide(spec, view, self.now_s)
         return commands
 
     def tick(self) -> int:
@@ -116,7 +122,7 @@ class FakeCluster:
                 else:
                     boss.observe_ready(life, facts_of(life), self.now_s)
             case FenceActor():
-                assert boss.begin_fencing(command.incarnation, self.now_s)
+                assert boss.begin_fencing(command.incarnation, command.reason, self.now_s)
                 if failed:
                     boss.fencing_failed(command.incarnation, "still there", self.now_s)
                 else:
@@ -130,6 +136,12 @@ class FakeCluster:
                 boss.activate_version(command.version)
             case RetireVersion():
                 boss.retire_version(command.version, command.reason)
+            case ForgetActor():
+                boss.forget(command.actor)
+            case EndScale():
+                boss.scaling.end(command.reason)
+            case RollBackScale():
+                boss.scaling.roll_back(command.reason, self.now_s)
             case ExpireLease():
                 self.training.end(command.lease_id, command.reason)
             case ExpirePin():

@@ -8,19 +8,23 @@ from k3ray.config.supernode import SupernodeSpec
 from k3ray.control.commands import (
     AbortAttempt,
     ActivateVersion,
+    EndScale,
     FenceActor,
     LoadVersion,
     PushPlan,
     RetireVersion,
+    RollBackScale,
     StartActor,
     SwitchPlan,
     WaitForPins,
 )
 from k3ray.control.decide import RESTART_BUDGET, given_up
 from k3ray.control.leases import LeaseRequest
+from k3ray.control.records import SupernodeDown
+from k3ray.control.scale import SETTLE_S
 from k3ray.control.versions import admit_publish, publish_refused
 from k3ray.control.view import ActorState
-from k3ray.errors import StaleVersionError
+from k3ray.errors import StaleVersionError, SupernodeError
 from tests.support.fake_cluster import FakeCluster, version_of
 
 SPEC = SupernodeSpec(preset="k3-tiny", groups=2, stacks=1)
@@ -119,6 +123,91 @@ def test_the_first_plan_waits_for_all_groups(tmp_path):
     fake.supervisor.commit_version(version_of(0), 0.0)
     fake.settle()
     assert [len(c.peers) for c in fake.ordered if isinstance(c, SwitchPlan)] == [3]
+
+
+def stack_states(fake):
+    return {n: a.state for n, a in fake.supervisor.actors.items() if n.startswith("stack")}
+
+
+def scale(fake, stacks):
+    fake.supervisor.scaling.begin(stacks, "asked for", fake.now_s)
+    fake.supervisor.add_stacks(fake.now_s)
+
+
+def test_more_stacks_start_and_the_others_are_left_alone(cluster):
+    scale(cluster, 3)
+    cluster.settle()
+    assert kinds(cluster) == [
+        StartActor, StartActor, LoadVersion, LoadVersion, PushPlan, PushPlan, EndScale,
+    ]  # fmt: skip
+    assert cluster.healthy()
+    assert cluster.supervisor.scaling.view() is None
+    assert len(stack_states(cluster)) == cluster.supervisor.spec.stacks == 3
+
+
+def test_fewer_stacks_drain_before_they_end(cluster):
+    scale(cluster, 3)
+    cluster.settle()
+    cluster.ordered.clear()
+    cluster.loads = {"stack-1": 2, "stack-2": 0}
+    scale(cluster, 1)
+    assert cluster.tick() == 0  # an ingress may still choose them
+    cluster.now_s += SETTLE_S
+    cluster.tick()
+    assert [c.incarnation.actor for c in cluster.ordered] == ["stack-2"]
+    cluster.tick()
+    assert set(stack_states(cluster)) == {"stack-0", "stack-1"}
+    cluster.now_s += SPEC.deadlines.drain_s
+    cluster.settle()
+    assert "2 requests go on elsewhere" in next(
+        c.reason for c in cluster.ordered if isinstance(c, FenceActor)
+        and c.incarnation.actor == "stack-1"
+    )  # fmt: skip
+    assert set(stack_states(cluster)) == {"stack-0"}
+    assert kinds(cluster)[-1] is EndScale
+    assert cluster.healthy()
+
+
+def test_a_new_stack_that_does_not_start_is_taken_back(cluster):
+    cluster.fails = lambda c: isinstance(c, StartActor) and c.actor == "stack-1"
+    scale(cluster, 2)
+    cluster.settle()
+    assert kinds(cluster).count(RollBackScale) == 1
+    assert set(stack_states(cluster)) == {"stack-0"}
+    assert cluster.supervisor.spec.stacks == 1
+    assert cluster.supervisor.scaling.view() is None
+    assert "back to 1 stacks" in next(
+        c.reason for c in cluster.ordered if isinstance(c, RollBackScale)
+    )
+    assert cluster.healthy()
+
+
+def test_a_new_controller_goes_on_with_the_change(cluster, tmp_path):
+    scale(cluster, 2)
+    again = FakeCluster(SPEC, tmp_path / "journal.jsonl", alive=cluster.alive)
+    again.settle()
+    assert again.supervisor.spec.stacks == 2
+    assert set(stack_states(again)) == {"stack-0", "stack-1"}
+    assert again.healthy()
+    scale(again, 1)
+    last = FakeCluster(SPEC, tmp_path / "journal.jsonl", alive=again.alive)
+    last.settle()
+    assert set(stack_states(last)) == {"stack-0"}
+    assert last.healthy()
+
+
+def test_one_change_at_a_time(cluster):
+    scale(cluster, 2)
+    with pytest.raises(SupernodeError, match="from 1 to 2"):
+        scale(cluster, 3)
+
+
+def test_the_supernode_that_comes_up_anew_has_its_own_number(cluster, tmp_path):
+    scale(cluster, 2)
+    cluster.settle()
+    cluster.ledger.write(SupernodeDown(reason="test"))
+    again = FakeCluster(SPEC, tmp_path / "journal.jsonl")
+    assert again.supervisor.spec.stacks == 1
 
 
 def test_a_start_that_hangs_is_fenced_at_its_deadline(cluster):
