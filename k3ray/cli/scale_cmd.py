@@ -26,7 +26,10 @@ def scale(
         limit_s = 2 * (deadlines.start_s + deadlines.rebuild_s + deadlines.drain_s)
         deadline = Deadline.after(limit_s, operation="scale", peer="controller")
         scaling = _until_done(supernode, deadline)
-    typer.echo(f"{asked['previous']} -> {scaling['stacks']} stacks: {scaling['reason']}")
+    changed = asked["previous"] != stacks
+    typer.echo(
+        f"{scaling['stacks']} stacks" + (f": {scaling['reason']}" if changed else " already")
+    )
     if scaling["stacks"] != stacks:
         raise typer.Exit(1)
 

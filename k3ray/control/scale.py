@@ -39,7 +39,7 @@ def scale_commands(spec: SupernodeSpec, view: ClusterView, now_s: float) -> Iter
         yield from _ending(spec, view, scale, actor, now_s)
     missing = [name for name in stack_ids(spec) if not _serves(view, name)]
     if not missing and not surplus:
-        yield EndScale(reason=f"{scale.previous} -> {scale.target} stacks: all serve, none is over")
+        yield EndScale(reason=f"all {scale.target} stacks serve, none is left over")
         return
     failed = _failure(spec, view, scale, missing, now_s)
     if failed and scale.target > scale.previous:
