@@ -25,7 +25,7 @@ from k3ray.actors.controller_cluster import (
     own_node,
 )
 from k3ray.actors.controller_loop import ControlLoop
-from k3ray.actors.controller_status import serving_stacks, status_document
+from k3ray.actors.controller_status import status_document
 from k3ray.actors.controller_training import TrainingMethods
 from k3ray.actors.names import actor_name
 from k3ray.actors.ray_calls import call
@@ -41,6 +41,7 @@ from k3ray.control.ledger import Ledger
 from k3ray.control.records import SupernodeDown
 from k3ray.control.supervisor import Supervisor
 from k3ray.control.training import TrainingLedger
+from k3ray.control.view import serving_stacks
 from k3ray.errors import ConfigError, K3RayError, StaleVersionError, SupernodeError
 from k3ray.ids import Incarnation, Role
 from k3ray.placement.fits import check_resources
@@ -90,7 +91,12 @@ class ControllerCore(TrainingMethods):
             self._begin()
         return self._ledger.term
 
-    def _begin(self) -> None:
+    @property
+    def _running(self) -> ControlLoop:
+        """The control loop, begun by the first who needs it."""
+        return self._loop or self._begin()
+
+    def _begin(self) -> ControlLoop:
         loop = ControlLoop(
             self._supervisor, self._training, self._cluster, self._clients, self._store
         )
@@ -100,6 +106,7 @@ class ControllerCore(TrainingMethods):
         self._runner = asyncio.get_running_loop().create_task(loop.run())
         self._runner.add_done_callback(_end_with_the_loop)
         self._loop = loop
+        return loop
 
     async def _boot(self, loop: ControlLoop) -> None:
         try:
@@ -171,7 +178,7 @@ class ControllerCore(TrainingMethods):
                 "actor_name": actor_name(stack.incarnation),
                 "load": open_requests(self._running.stats.get(stack.incarnation, {})),
             }
-            for stack in serving_stacks(self._running)
+            for stack in serving_stacks(self._supervisor.spec, self._running.view())
         ]
 
     async def latest_version(self, line: str | None = None) -> str:
@@ -217,8 +224,7 @@ class ControllerCore(TrainingMethods):
         if stacks != spec.stacks or self._supervisor.scaling.view() is not None:
             wanted = spec.model_copy(update={"stacks": stacks})
             check_resources(wanted, self._text, await asyncio.to_thread(_cluster_resources))
-            self._supervisor.scaling.begin(stacks, "asked for", monotonic())
-            self._supervisor.add_stacks(monotonic())
+            self._supervisor.scale(stacks, "asked for", monotonic())
             self._running.notify()
         return {"stacks": stacks, "previous": spec.stacks}
 
@@ -263,17 +269,13 @@ class SelfStartingController(ControllerCore):
 
     def __init__(self, spec: SupernodeSpec, folders: Folders) -> None:
         super().__init__(spec, folders)
-        ray.get_runtime_context().current_actor.begin_by_itself.remote()
+        ray.get_runtime_context().current_actor.begin.remote()
 
-    async def begin_by_itself(self) -> None:
-        """`begin`, asked for by this process itself."""
-        await self.begin()
-
-    def _begin(self) -> None:
+    def _begin(self) -> ControlLoop:
         """As before, and the end of the process if that fails: Ray tries the next life. The first
         life's creator calls `begin` as well and gets the typed error before that."""
         try:
-            super()._begin()
+            return super()._begin()
         except Exception:
             _log.exception("event=controller.begin_failed")
             asyncio.get_running_loop().call_later(_LAST_WORDS_S, os._exit, _EXIT_FAILED)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, assert_never
 
+import psutil
+
 from k3ray.actors.controller_clients import ClientRegistry
 from k3ray.actors.controller_cluster import (
     ActorCluster,
@@ -24,7 +26,6 @@ from k3ray.actors.controller_cluster import (
     open_requests,
     own_node,
 )
-from k3ray.actors.processes import pid_exists
 from k3ray.clock import Deadline, monotonic
 from k3ray.control.commands import (
     AbortAttempt,
@@ -378,7 +379,7 @@ class ControlLoop:
                 self.lost(view.incarnation, "its process is stopped")
         self.clients.drop_dead(now_s=now_s)
         for lease in self.supervisor.ledger.state.leases.values():
-            if lease.host == socket.gethostname() and not pid_exists(lease.pid):
+            if lease.host == socket.gethostname() and not psutil.pid_exists(lease.pid):
                 self.training.holder_gone(lease.lease_id)
 
     def _reap(self, task: asyncio.Task[None]) -> None:

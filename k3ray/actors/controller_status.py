@@ -9,7 +9,14 @@ from typing import Any
 from k3ray.actors.controller_loop import ControlLoop
 from k3ray.clock import monotonic
 from k3ray.control.decide import describe_pins, given_up
-from k3ray.control.view import ActorState, ActorView, ClusterView, stack_ids
+from k3ray.control.view import (
+    ActorState,
+    ActorView,
+    ClusterView,
+    latest_version,
+    serving_stacks,
+    stack_ids,
+)
 from k3ray.ids import Role
 
 _OUTWARD = {
@@ -52,7 +59,7 @@ def status_document(
         "versions": _versions(view),
         "actors": [
             {"role": str(Role.CONTROLLER), "id": "controller", "state": "ready",
-             "plan": view.plan, "version": _latest(view), "experts": {}, **controller},
+             "plan": view.plan, "version": latest_version(view), "experts": {}, **controller},
             *(_actor(loop, view, actor) for actor in view.actors.values()),
             *_clients(loop, view),
         ],
@@ -64,21 +71,6 @@ def status_document(
         "decisions": list(loop.decisions),
         "training": _training(loop, training),
     }  # fmt: skip
-
-
-def serving_stacks(loop: ControlLoop) -> list[ActorView]:
-    """Stacks that hold the latest version and the current plan."""
-    view = loop.view()
-    latest = _latest(view)
-    return [
-        actor
-        for actor in view.actors.values()
-        if actor.role is Role.ATTENTION_STACK
-        and actor.actor in stack_ids(loop.supervisor.spec)  # one that drains takes nothing new
-        and actor.state is ActorState.READY
-        and actor.plan == view.plan > 0
-        and latest in actor.versions
-    ]
 
 
 def _state(loop: ControlLoop, view: ClusterView) -> tuple[str, str]:
@@ -98,13 +90,15 @@ def _failed(loop: ControlLoop, view: ClusterView) -> tuple[str, str] | None:
 
 
 def _unready(loop: ControlLoop, view: ClusterView) -> tuple[str, str] | None:
-    if not _latest(view):
+    if not latest_version(view):
         return "starting", "the first version is not live yet"
     if not loop.supervisor.is_whole():
         terms = loop.supervisor.group_terms()
         missing = [group for group, term in terms.items() if not term]
         return "rebuilding" if view.plan else "starting", f"waiting for {missing or 'a plan'}"
-    waiting = {*stack_ids(loop.supervisor.spec)} - {a.actor for a in serving_stacks(loop)}
+    waiting = {*stack_ids(loop.supervisor.spec)} - {
+        a.actor for a in serving_stacks(loop.supervisor.spec, view)
+    }
     if waiting:
         return "rebuilding", f"waiting for {sorted(waiting)}"
     return None
@@ -119,10 +113,6 @@ def _scaling(loop: ControlLoop, view: ClusterView) -> dict[str, Any]:
         "previous": last.previous if last else loop.supervisor.spec.stacks,
         "reason": last.reason if last else "",
     }
-
-
-def _latest(view: ClusterView) -> str:
-    return next((v.version for v in view.versions if v.latest), "")
 
 
 def _versions(view: ClusterView) -> list[dict[str, Any]]:
@@ -144,7 +134,7 @@ def _versions(view: ClusterView) -> list[dict[str, Any]]:
 def _actor(loop: ControlLoop, view: ClusterView, actor: ActorView) -> dict[str, Any]:
     group = actor.role is Role.EXPERT_GROUP
     in_plan = view.plan_peers.get(actor.actor) == actor.term
-    latest = _latest(view)
+    latest = latest_version(view)
     held = loop.supervisor.held_by(actor.actor) if group else {}
     owned = loop.supervisor.owned_by(actor.actor) if group else {}
     plan = (view.plan if in_plan else 0) if group else actor.plan
@@ -178,7 +168,7 @@ def _clients(loop: ControlLoop, view: ClusterView) -> list[dict[str, Any]]:
     return [
         {"role": str(client.role), "id": client.incarnation.actor, "node": client.process.node,
          "pid": client.process.pid, "term": client.incarnation.term, "state": "ready",
-         "plan": view.plan, "version": _latest(view), "endpoint": client.process.endpoint,
+         "plan": view.plan, "version": latest_version(view), "endpoint": client.process.endpoint,
          "experts": {}}
         for client in loop.clients.all()
     ]  # fmt: skip

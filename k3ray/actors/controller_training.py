@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from k3ray.weights.store import StagedEntry, WeightStore
 NUM_CHECKPOINTS_KEPT = 2
 
 
-class TrainingMethods:
+class TrainingMethods(ABC):
     """Mixed into the controller, which sets the attributes."""
 
     _spec: SupernodeSpec
@@ -40,7 +41,6 @@ class TrainingMethods:
     _supervisor: Supervisor
     _training: TrainingLedger
     _metrics: dict[str, dict[str, Any]]
-    _loop: ControlLoop | None
 
     async def acquire_lease(self, line: str, job: str, host: str, pid: int) -> Lease:
         """The training lease of `line`.
@@ -191,9 +191,6 @@ class TrainingMethods:
         """Latest metrics of a line (step, loss, ...), for the status."""
         self._metrics[line] = with_history(self._metrics.get(line), metrics)
 
-    def _begin(self) -> None:
-        raise NotImplementedError
-
     def _model_meta(self) -> dict[str, str | int | float | bool | None]:
         return {"model": self._model_digest, "preset": self._spec.preset}
 
@@ -202,9 +199,6 @@ class TrainingMethods:
             self._store.delete(line, entry.name)
 
     @property
+    @abstractmethod
     def _running(self) -> ControlLoop:
-        """The control loop, begun by the first who needs it."""
-        if self._loop is None:
-            self._begin()
-        assert self._loop is not None
-        return self._loop
+        """The control loop."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -51,11 +51,13 @@ POLL_S = 0.002
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StagedVersion:
-    """What `train_publish` wrote, still in memory: becomes a version without reading it back."""
+    """What `train_publish` wrote, still in memory: becomes a version without reading it back.
+    `version` is known once a manifest was seen to name exactly the bytes written."""
 
     step: int
     shard: ShardInfo
     stacks: dict[int, ExpertStack]
+    version: str | None = None
 
 
 class GroupHandler:
@@ -152,8 +154,11 @@ class GroupHandler:
         staged = self._staged
         if staged is None or WeightVersion.parse(version).step != staged.step:
             return None
-        written = self._store.open(self._line, version).manifest.shards
-        return staged if staged.shard in written else None
+        if staged.version is None:
+            if staged.shard not in self._store.open(self._line, version).manifest.shards:
+                return None
+            self._staged = staged = replace(staged, version=version)
+        return staged if staged.version == version else None
 
     def drop_version(self, version: str) -> None:
         """Free a retired version; unknown ones are fine."""

@@ -74,14 +74,3 @@ def _wait_gone(marker: str, limit_s: float) -> bool:
             return False
         time.sleep(0.1)
     return True
-
-
-def pid_exists(pid: int) -> bool:
-    """Whether a process of this machine has that id; a zombie counts."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import time
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from k3ray.cli.narrate import Narrator, without_ray_chatter
 from k3ray.cli.supernode_args import home_from_environment
+from k3ray.clock import Deadline
+
+if TYPE_CHECKING:
+    from k3ray.actors.supernode import Supernode
 
 
 def scale(
@@ -16,7 +21,6 @@ def scale(
     """Start or drain attention stacks. Open requests go on with the same tokens; a new stack that
     does not come to serve is taken back."""
     from k3ray.actors.supernode import connect
-    from k3ray.clock import Deadline
 
     narrator = Narrator()
     with without_ray_chatter(), narrator.phase(f"scaling to {stacks} stacks"):
@@ -34,9 +38,7 @@ def scale(
         raise typer.Exit(1)
 
 
-def _until_done(supernode: Any, deadline: Any) -> dict[str, Any]:
-    import time
-
+def _until_done(supernode: Supernode, deadline: Deadline) -> dict[str, Any]:
     while True:
         scaling: dict[str, Any] = supernode.call("status")["scaling"]
         if not scaling["under_way"]:

@@ -12,7 +12,14 @@ from collections.abc import Iterator
 
 from k3ray.config.supernode import SupernodeSpec
 from k3ray.control.commands import Command, EndScale, FenceActor, ForgetActor, RollBackScale
-from k3ray.control.view import ActorState, ActorView, ClusterView, ScaleView, stack_ids
+from k3ray.control.view import (
+    ActorState,
+    ActorView,
+    ClusterView,
+    ScaleView,
+    serving_stacks,
+    stack_ids,
+)
 from k3ray.ids import Role
 
 SETTLE_S = 1.0
@@ -37,7 +44,8 @@ def scale_commands(spec: SupernodeSpec, view: ClusterView, now_s: float) -> Iter
     surplus = surplus_stacks(spec, view)
     for actor in surplus:
         yield from _ending(spec, view, scale, actor, now_s)
-    missing = [name for name in stack_ids(spec) if not _serves(view, name)]
+    serving = {stack.actor for stack in serving_stacks(spec, view)}
+    missing = [name for name in stack_ids(spec) if name not in serving]
     if not missing and not surplus:
         yield EndScale(reason=f"all {scale.target} stacks serve, none is left over")
         return
@@ -60,17 +68,6 @@ def _ending(
     ):
         left = "it is drained" if load == 0 else f"{load} requests go on elsewhere"
         yield FenceActor(incarnation=actor.incarnation, reason=f"no longer wanted, {left}")
-
-
-def _serves(view: ClusterView, name: str) -> bool:
-    actor = view.actors.get(name)
-    latest = {v.version for v in view.versions if v.latest}
-    return (
-        actor is not None
-        and actor.state is ActorState.READY
-        and actor.plan == view.plan > 0
-        and latest <= actor.versions
-    )
 
 
 def _failure(

@@ -45,11 +45,8 @@ class ScaleLedger:
     def known_stacks(self) -> tuple[str, ...]:
         """Stacks of the spec, and during a change those it takes away."""
         scale = self.view()
-        return stack_ids(
-            _with_stacks(
-                self.spec, max(self.spec.stacks, scale.previous) if scale else self.spec.stacks
-            )
-        )
+        most = max(self.spec.stacks, scale.previous if scale else 0)
+        return stack_ids(_with_stacks(self.spec, most))
 
     def begin(self, stacks: int, reason: str, now_s: float) -> None:
         """Want another number of stacks from here on.

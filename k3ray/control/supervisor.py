@@ -83,14 +83,23 @@ class Supervisor:
         self.actors: dict[str, ActorView] = {
             name: self._first_view(name, Role.EXPERT_GROUP, now_s) for name in group_ids(spec)
         }
-        self.add_stacks(now_s)
+        self._add_stacks(now_s)
 
     @property
     def spec(self) -> SupernodeSpec:
         """What is wanted now."""
         return self.scaling.spec
 
-    def add_stacks(self, now_s: float) -> None:
+    def scale(self, stacks: int, reason: str, now_s: float) -> None:
+        """Want another number of attention stacks from here on; `decide` does the rest.
+
+        Raises:
+            SupernodeError: another change is under way.
+        """
+        self.scaling.begin(stacks, reason, now_s)
+        self._add_stacks(now_s)
+
+    def _add_stacks(self, now_s: float) -> None:
         """Know the stacks that the spec has and those that a change takes away."""
         for name in self.scaling.known_stacks():
             if name not in self.actors:

@@ -140,6 +140,26 @@ def group_ids(spec: SupernodeSpec) -> tuple[str, ...]:
     return tuple(f"group-{index}" for index in range(spec.groups))
 
 
+def latest_version(view: ClusterView) -> str:
+    """The line's latest version; empty before the first."""
+    return next((v.version for v in view.versions if v.latest), "")
+
+
+def serving_stacks(spec: SupernodeSpec, view: ClusterView) -> list[ActorView]:
+    """Stacks of the spec that hold the latest version and the current plan, by number; one that
+    the spec no longer has takes nothing new."""
+    latest = latest_version(view)
+    wanted = (view.actors.get(name) for name in stack_ids(spec))
+    return [
+        stack
+        for stack in wanted
+        if stack is not None
+        and stack.state is ActorState.READY
+        and stack.plan == view.plan > 0
+        and latest in stack.versions
+    ]
+
+
 def stack_ids(spec: SupernodeSpec) -> tuple[str, ...]:
     """Actor ids of the attention stacks."""
     return tuple(f"stack-{index}" for index in range(spec.stacks))

@@ -43,21 +43,22 @@ def choose_holders(
 ) -> tuple[str, ...]:
     """The group to ask for each expert of a layer: its first live holder that is not avoided,
     else its first live one, else its home (whose next life the caller waits for)."""
-    bad = {incarnation.actor for incarnation in avoided if _is_peer(plan, incarnation)}
+    good = {group for group, peer in plan.peers.items() if peer.incarnation not in avoided}
     homes = plan.homes[layer]
-    if not bad and plan.peers.keys() >= set(homes):
+    if good >= set(homes):
         return homes
-    chosen = []
-    for expert, home in enumerate(homes):
-        live = [group for group in plan.holders(layer, expert) if group in plan.peers]
-        good = [group for group in live if group not in bad]
-        chosen.append((good or live or [home])[0])
-    return tuple(chosen)
+    return tuple(
+        home if home in good else _instead(plan.holders(layer, expert), plan, good)
+        for expert, home in enumerate(homes)
+    )
 
 
-def _is_peer(plan: PlacementPlan, incarnation: Incarnation) -> bool:
-    peer = plan.peers.get(incarnation.actor)
-    return peer is not None and peer.incarnation == incarnation
+def _instead(holders: Sequence[str], plan: PlacementPlan, good: Collection[str]) -> str:
+    for wanted in (good, plan.peers):
+        for group in holders:
+            if group in wanted:
+                return group
+    return holders[0]
 
 
 def split_pairs(

@@ -130,8 +130,7 @@ def stack_states(fake):
 
 
 def scale(fake, stacks):
-    fake.supervisor.scaling.begin(stacks, "asked for", fake.now_s)
-    fake.supervisor.add_stacks(fake.now_s)
+    fake.supervisor.scale(stacks, "asked for", fake.now_s)
 
 
 def test_more_stacks_start_and_the_others_are_left_alone(cluster):
