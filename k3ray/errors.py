@@ -172,6 +172,18 @@ class SupernodeError(K3RayError):
     code = "supernode"
 
 
+class ScalingError(SupernodeError):
+    """Another change of the size is under way."""
+
+    code = "scaling"
+
+
+class ScaleFailedError(SupernodeError):
+    """A change of the size was taken back; the old size serves."""
+
+    code = "scale_failed"
+
+
 class PortInUseError(SupernodeError):
     """A TCP port that we must listen on is taken; fields: port."""
 

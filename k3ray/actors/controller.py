@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,15 @@ from k3ray.config.resolve import resolve_model
 from k3ray.config.supernode import SupernodeSpec
 from k3ray.control.journal import Journal
 from k3ray.control.ledger import Ledger
-from k3ray.control.records import SupernodeDown
+from k3ray.control.records import Size, SupernodeDown
+from k3ray.control.scale_ledger import of_size
 from k3ray.control.supervisor import Supervisor
 from k3ray.control.training import TrainingLedger
 from k3ray.control.view import serving_stacks
 from k3ray.errors import ConfigError, K3RayError, StaleVersionError, SupernodeError
 from k3ray.ids import Incarnation, Role
 from k3ray.placement.fits import check_resources
-from k3ray.placement.partition import even_partition
+from k3ray.placement.layout import even_partition
 from k3ray.placement.plan import PlacementPlan
 from k3ray.weights.store import WeightStore
 
@@ -204,29 +206,42 @@ class ControllerCore(TrainingMethods):
         self._supervisor.unpin(request_id)
         self._running.notify()
 
-    async def scale(self, stacks: int) -> dict[str, Any]:
-        """Have another number of attention stacks; requests go on meanwhile. Returns at once: the
-        status says how far it is (`scaling`).
+    async def scale(self, groups: int | None, stacks: int | None) -> dict[str, Any]:
+        """Have another number of expert groups or attention stacks (None: as many as now); requests
+        go on meanwhile. Returns at once: the status says how far it is (`scaling`).
 
         Raises:
             ConfigError: below 1.
             PlacementError: the cluster cannot hold them; carries the arithmetic.
-            SupernodeError: another change is under way, or it does not serve yet.
+            PlanError: more groups than experts, or fewer than copies of each.
+            ScalingError: another change is under way.
+            SupernodeError: it does not serve yet.
         """
         spec = self._supervisor.spec
-        if stacks < 1:
+        before = Size(groups=spec.groups, stacks=spec.stacks)
+        size = Size(
+            groups=before.groups if groups is None else groups,
+            stacks=before.stacks if stacks is None else stacks,
+        )
+        if min(size.groups, size.stacks) < 1:
             raise ConfigError(
-                f"{stacks} stacks: nobody would serve", remedy="ask for 1 at least",
-                violations=("stacks",),
+                f"{size}: nobody would serve", remedy="ask for 1 of each at least",
+                violations=("groups" if size.groups < 1 else "stacks",),
             )  # fmt: skip
         if self._supervisor.plan() is None:
             raise SupernodeError("it does not serve yet", remedy="wait until it is ready")
-        if stacks != spec.stacks or self._supervisor.scaling.view() is not None:
-            wanted = spec.model_copy(update={"stacks": stacks})
+        moves = None
+        if size != before or self._supervisor.scaling.view() is not None:
+            wanted = of_size(spec, size)
             check_resources(wanted, self._text, await asyncio.to_thread(_cluster_resources))
-            self._supervisor.scale(stacks, "asked for", monotonic())
+            moves = self._supervisor.scale(size, "asked for", monotonic())
             self._running.notify()
-        return {"stacks": stacks, "previous": spec.stacks}
+        return {
+            "size": asdict(size),
+            "previous": asdict(before),
+            "loads": len(moves.loads) if moves else 0,
+            "new_homes": len(moves.new_homes) if moves else 0,
+        }
 
     async def report_lost(self, incarnation: Incarnation, by: str) -> bool:
         """A peer saw a death; the controller looks for itself. Returns whether it is true."""

@@ -28,7 +28,7 @@ from k3ray.config.supernode import SupernodeSpec
 from k3ray.control.supervisor import ProcessFacts
 from k3ray.errors import PeerLostError
 from k3ray.ids import Incarnation, Role
-from k3ray.placement.plan import Held
+from k3ray.placement.layout import GroupShare
 
 ACTOR_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _GROUP_CONCURRENCY = 16
@@ -57,19 +57,18 @@ class ActorCluster:
         self._handles: dict[Incarnation, Any] = {}
 
     async def start(
-        self, incarnation: Incarnation, role: Role, held: Held, owned: Held
+        self, incarnation: Incarnation, role: Role, shares: Mapping[int, GroupShare]
     ) -> ProcessFacts:
         """Create the actor of a new life and wait until it has started.
 
         Args:
-            held: Experts that a group serves.
-            owned: Those of them that it trains.
+            shares: What a group holds by each live layout.
 
         Raises:
             DeadlineError, PeerLostError: it did not come up.
             K3RayError: what its `start` raised.
         """
-        handle = self._create(incarnation, role, held, owned)
+        handle = self._create(incarnation, role, shares)
         self._handles[incarnation] = handle
         answer = await self.call(incarnation, "start", limit_s=self._spec.deadlines.start_s)
         pid = int(answer["pid"])
@@ -80,7 +79,9 @@ class ActorCluster:
             endpoint=str(answer["endpoint"]),
         )
 
-    def _create(self, incarnation: Incarnation, role: Role, held: Held, owned: Held) -> Any:
+    def _create(
+        self, incarnation: Incarnation, role: Role, shares: Mapping[int, GroupShare]
+    ) -> Any:
         # Imported here: both pull in torch, which the rest of the controller does without.
         from k3ray.actors.attention_stack import AttentionStack
         from k3ray.actors.expert_group import ExpertGroup
@@ -97,13 +98,13 @@ class ActorCluster:
             options = {
                 **common, "resources": {"k3_group": 1}, "max_concurrency": _GROUP_CONCURRENCY,
             }  # fmt: skip
-            return group.options(**options).remote(self._group_spec(incarnation, held, owned))
+            return group.options(**options).remote(self._group_spec(incarnation, shares))
         options = {**common, "resources": {"k3_stack": 1}}
         return stack.options(**options).remote(self._stack_spec(incarnation))
 
-    def _group_spec(self, incarnation: Incarnation, held: Held, owned: Held) -> GroupSpec:
+    def _group_spec(self, incarnation: Incarnation, shares: Mapping[int, GroupShare]) -> GroupSpec:
         return GroupSpec(
-            incarnation=incarnation, text=self._text, held=held, owned=owned, line=self._spec.line,
+            incarnation=incarnation, text=self._text, shares=shares, line=self._spec.line,
             store_dir=str(self._folders.store_dir), socket_dir=str(self._folders.socket_dir),
             lanes=self._spec.lanes, numeric_mode=self._spec.numeric_mode,
             deadlines=self._spec.deadlines,

@@ -26,6 +26,7 @@ from k3ray.actors.controller_cluster import (
     open_requests,
     own_node,
 )
+from k3ray.actors.controller_orders import Order, give_order, order_key
 from k3ray.clock import Deadline, monotonic
 from k3ray.control.commands import (
     AbortAttempt,
@@ -37,26 +38,25 @@ from k3ray.control.commands import (
     ExpirePin,
     FenceActor,
     ForgetActor,
+    HoldLayouts,
     LoadVersion,
     PushPlan,
+    RetireLayout,
     RetireVersion,
     RollBackScale,
     StartActor,
     SwitchPlan,
     WaitForPins,
-    load_key,
-    plan_key,
 )
 from k3ray.control.decide import decide
 from k3ray.control.supervisor import Supervisor
 from k3ray.control.training import TrainingLedger
-from k3ray.control.view import ActorState, ActorView, ClusterView
+from k3ray.control.view import ActorState, ClusterView
 from k3ray.errors import (
     DeadlineError,
     FencedError,
     K3RayError,
     PeerLostError,
-    SupernodeError,
 )
 from k3ray.ids import Incarnation, Role
 from k3ray.weights.store import WeightStore
@@ -66,8 +66,7 @@ PING_EVERY_S = 2.0
 MAX_DECISIONS = 50
 _EXIT_FENCED = 71
 
-Operation = Callable[[], Coroutine[Any, Any, Callable[[ActorView], ActorView]]]
-"""Asks an actor for something; its result puts the answer into the actor's view."""
+ActorCommand = StartActor | FenceActor | Order
 
 _log = logging.getLogger(__name__)
 
@@ -206,15 +205,13 @@ class ControlLoop:
         _log.info("event=decision %s", entry)
 
     def _carry_out(self, command: Command) -> None:
-        if isinstance(command, StartActor | FenceActor | LoadVersion | DropVersion | PushPlan):
+        if isinstance(command, ActorCommand):
             self._order_actor(command)
         else:
             self._change_facts(command)
         self.notify()
 
-    def _order_actor(
-        self, command: StartActor | FenceActor | LoadVersion | DropVersion | PushPlan
-    ) -> None:
+    def _order_actor(self, command: ActorCommand) -> None:
         match command:
             case StartActor():
                 incarnation = self.supervisor.begin_life(command.actor, monotonic())
@@ -223,18 +220,8 @@ class ControlLoop:
                 reason = command.reason
                 if self.supervisor.begin_fencing(command.incarnation, reason, monotonic()):
                     self.spawn(self._fence(command.incarnation))
-            case LoadVersion():
-                self._operate(
-                    command.incarnation, load_key(command.version), lambda: self._load(command)
-                )
-            case DropVersion():
-                self._operate(
-                    command.incarnation, load_key(command.version), lambda: self._drop(command)
-                )
-            case PushPlan():
-                self._operate(
-                    command.incarnation, plan_key(command.plan), lambda: self._push(command)
-                )
+            case LoadVersion() | DropVersion() | PushPlan() | HoldLayouts():
+                self._operate(command)
             case _:
                 assert_never(command)
 
@@ -249,7 +236,8 @@ class ControlLoop:
         | WaitForPins
         | ForgetActor
         | EndScale
-        | RollBackScale,
+        | RollBackScale
+        | RetireLayout,
     ) -> None:
         match command:
             case ForgetActor():
@@ -257,9 +245,11 @@ class ControlLoop:
             case EndScale():
                 self.supervisor.scaling.end(command.reason)
             case RollBackScale():
-                self.supervisor.scaling.roll_back(command.reason, monotonic())
+                self.supervisor.roll_back_scale(command.reason, monotonic())
+            case RetireLayout():
+                self.supervisor.scaling.retire(command.number)
             case SwitchPlan():
-                self.supervisor.switch_plan(command.peers)
+                self.supervisor.switch_plan(command.peers, command.layout, monotonic())
             case ActivateVersion():
                 self.supervisor.activate_version(command.version)
             case RetireVersion():
@@ -281,42 +271,25 @@ class ControlLoop:
         if command.failed:
             self._store.delete(facts.line, command.version)
 
-    def _operate(self, incarnation: Incarnation, key: str, work: Operation) -> None:
-        if self.supervisor.begin(incarnation, key):
-            self.spawn(self._operation(incarnation, key, work))
+    def _operate(self, order: Order) -> None:
+        if self.supervisor.begin(order.incarnation, order_key(order)):
+            self.spawn(self._operation(order))
 
-    async def _operation(self, incarnation: Incarnation, key: str, work: Operation) -> None:
+    async def _operation(self, order: Order) -> None:
+        life, key = order.incarnation, order_key(order)
         try:
-            change = await work()
+            change = await give_order(self.cluster, self.supervisor, order)
         except K3RayError as error:
-            _log.warning("event=operation.failed peer=%s key=%r %s", incarnation, key, error)
-            self.supervisor.fail(incarnation, key, str(error), monotonic())
+            _log.warning("event=operation.failed peer=%s key=%r %s", life, key, error)
+            self.supervisor.fail(life, key, str(error), monotonic())
         else:
-            self.supervisor.finish(incarnation, key, change)
+            self.supervisor.finish(life, key, change)
         self.notify()
 
-    async def _load(self, command: LoadVersion) -> Callable[[ActorView], ActorView]:
-        await self.cluster.order(command.incarnation, "load_version", command.version)
-        return lambda view: replace(
-            view, versions=view.versions | {command.version}, num_failures=0
-        )
-
-    async def _drop(self, command: DropVersion) -> Callable[[ActorView], ActorView]:
-        await self.cluster.order(command.incarnation, "drop_version", command.version)
-        return lambda view: replace(view, versions=view.versions - {command.version})
-
-    async def _push(self, command: PushPlan) -> Callable[[ActorView], ActorView]:
-        plan = self.supervisor.plan()
-        if plan is None:
-            raise SupernodeError("there is no plan to push", remedy="decide again")
-        await self.cluster.order(command.incarnation, "set_plan", plan)
-        return lambda view: replace(view, plan=plan.version)
-
     async def _start(self, incarnation: Incarnation, role: Role) -> None:
-        held = self.supervisor.held_by(incarnation.actor)
-        owned = self.supervisor.owned_by(incarnation.actor)
+        shares = self.supervisor.shares_of(incarnation.actor)
         try:
-            facts = await self.cluster.start(incarnation, role, held, owned)
+            facts = await self.cluster.start(incarnation, role, shares)
         except K3RayError as error:
             self.lost(incarnation, f"did not start: {error.message}")
             return

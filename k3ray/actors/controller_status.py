@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from k3ray.actors.controller_loop import ControlLoop
@@ -105,13 +106,18 @@ def _unready(loop: ControlLoop, view: ClusterView) -> tuple[str, str] | None:
 
 
 def _scaling(loop: ControlLoop, view: ClusterView) -> dict[str, Any]:
-    """The number of stacks, and the last change of it: under way, done or taken back, and why."""
-    last = loop.supervisor.scaling.last
+    """The size, and the last change of it: under way, done or taken back (`failure` says why)."""
+    spec, last = loop.supervisor.spec, loop.supervisor.scaling.last
+    size = {"groups": spec.groups, "stacks": spec.stacks}
     return {
-        "stacks": loop.supervisor.spec.stacks,
+        **size,
         "under_way": view.scale is not None,
-        "previous": last.previous if last else loop.supervisor.spec.stacks,
+        "target": asdict(last.size) if last else size,
+        "previous": asdict(last.previous) if last else size,
         "reason": last.reason if last else "",
+        "failure": last.failure if last else "",
+        "layout": view.layout.number,
+        "layouts": sorted(view.live_layouts),
     }
 
 
@@ -135,8 +141,7 @@ def _actor(loop: ControlLoop, view: ClusterView, actor: ActorView) -> dict[str, 
     group = actor.role is Role.EXPERT_GROUP
     in_plan = view.plan_peers.get(actor.actor) == actor.term
     latest = latest_version(view)
-    held = loop.supervisor.held_by(actor.actor) if group else {}
-    owned = loop.supervisor.owned_by(actor.actor) if group else {}
+    share = loop.supervisor.share_of(actor.actor)
     plan = (view.plan if in_plan else 0) if group else actor.plan
     return {
         **loop.stats.get(actor.incarnation, {}),
@@ -149,8 +154,8 @@ def _actor(loop: ControlLoop, view: ClusterView, actor: ActorView) -> dict[str, 
         "plan": plan,
         "version": latest if latest in actor.versions else "",
         "versions": sorted(actor.versions),
-        "experts": {str(layer): list(experts) for layer, experts in held.items()},
-        "home_experts": {str(layer): list(experts) for layer, experts in owned.items()},
+        "experts": {str(layer): list(experts) for layer, experts in share.held.items()},
+        "home_experts": {str(layer): list(experts) for layer, experts in share.owned.items()},
         "note": actor.note,
     }
 

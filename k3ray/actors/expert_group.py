@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from k3ray.actors.specs import GroupSpec
 from k3ray.clock import Deadline
 from k3ray.ids import Incarnation, Role, refuse_lower_term
 from k3ray.model.self_test import handshake_digest
+from k3ray.placement.layout import GroupShare
 from k3ray.transport.worker_server import WorkerServer
 from k3ray.transport.zeromq_server import ZeroMqServer
 from k3ray.weights.store import WeightStore
@@ -34,9 +36,9 @@ class ExpertGroup:
         torch.set_num_threads(1)
         self._spec = spec
         self._store = WeightStore(Path(spec.store_dir))
-        self._handler = GroupHandler(
-            spec.text, spec.owned, held=spec.held, store=self._store, line=spec.line
-        )
+        self._handler = GroupHandler(spec.text, spec.shares, store=self._store, line=spec.line)
+        self._changing = threading.Lock()
+        """Held while what is held changes: loads and layouts take each other's result as given."""
         self._controller_term = 0
         self._server: WorkerServer | None = None
         self._never = threading.Event()
@@ -67,17 +69,33 @@ class ExpertGroup:
             FencedError: the caller is an older controller.
         """
         self._admit(controller_term)
-        if version in self._in_worker("versions", self._handler.versions):
-            return version
-        missing = self._in_worker("missing_names", lambda: self._handler.missing_names(version))
-        tensors = self._store.open(self._spec.line, version).read(missing) if missing else {}
-        self._in_worker("load_version", lambda: self._handler.load_version(version, tensors))
+        with self._changing:
+            if version in self._in_worker("versions", self._handler.versions):
+                return version
+            missing = self._in_worker("missing_names", lambda: self._handler.missing_names(version))
+            tensors = self._store.open(self._spec.line, version).read(missing) if missing else {}
+            self._in_worker("load_version", lambda: self._handler.load_version(version, tensors))
         return version
+
+    def hold_layouts(self, shares: Mapping[int, GroupShare], controller_term: int) -> None:
+        """Hold the experts of these layouts in every loaded version, and no others. It serves on
+        meanwhile: versions are immutable, and the new ones are built beside them.
+
+        Raises:
+            StoreError: a version is not whole in the store; nothing changed.
+            FencedError: the caller is an older controller.
+        """
+        self._admit(controller_term)
+        with self._changing:
+            loaded = self._in_worker("versions", self._handler.versions)
+            versions = {version: self._handler.reshaped(version, shares) for version in loaded}
+            self._in_worker("hold_layouts", lambda: self._handler.hold_layouts(shares, versions))
 
     def drop_version(self, version: str, controller_term: int) -> None:
         """Free a retired version; unknown ones are fine."""
         self._admit(controller_term)
-        self._in_worker("drop_version", lambda: self._handler.drop_version(version))
+        with self._changing:
+            self._in_worker("drop_version", lambda: self._handler.drop_version(version))
 
     def status(self) -> dict[str, Any]:
         """Versions, bytes, training step, counters by operation and by lane; JSON-able."""

@@ -4,7 +4,8 @@ A pure dispatcher: it reads messages, calls `ExpertBank` (committed versions, re
 `ExpertTrainer` (master of one line), and writes replies. File work runs in a thread of its own
 while the generator yields, so a checkpoint never holds up the serve lane.
 
-Operations (metadata; arrays -> reply arrays), rows and experts int32 [P], latents f32 [N, L]:
+Operations (metadata; arrays -> reply arrays), rows and experts int32 [P], latents f32 [N, L];
+those of training carry the number of the layout as `layout`, too:
   forward        version, layer; latents, rows, experts -> rows [P, L]
   train_forward  tag, micro_batch, layer; latents, rows, experts -> rows [P, L]
   train_eval     step, layer; latents, rows, experts -> rows [P, L]
@@ -30,9 +31,10 @@ import torch
 
 from k3ray.config.model import TextConfig
 from k3ray.config.numeric import ExpertFormat
-from k3ray.errors import K3RayError, StoreError, TransportError
+from k3ray.errors import K3RayError, StaleVersionError, StoreError, TransportError
 from k3ray.model.expert_bank import ExpertBank
 from k3ray.model.expert_stack import AnyTensor, ExpertStack, Owned, owned_names
+from k3ray.placement.layout import GroupShare, joined
 from k3ray.train.expert_trainer import ExpertTrainer, named_arrays
 from k3ray.train.step_tag import StepTag, UpdatePlan
 from k3ray.transport.protocol import Array, Message
@@ -65,8 +67,7 @@ class GroupHandler:
 
     Args:
         cfg: Model sizes.
-        owned: Logical expert ids trained here, by 0-based MoE layer.
-        held: Those served here: the owned ones and copies of others; None means the owned ones.
+        shares: What is served and trained here by each live layout's number.
         store: The weight store.
         line: The line whose master trains here.
     """
@@ -74,15 +75,17 @@ class GroupHandler:
     def __init__(
         self,
         cfg: TextConfig,
-        owned: Owned,
+        shares: Mapping[int, GroupShare],
         *,
-        held: Owned | None = None,
         store: WeightStore,
         line: str = "main",
     ) -> None:
-        self._owned = owned
-        self._bank = ExpertBank(cfg, owned if held is None else held)
-        self._trainer = ExpertTrainer(cfg, owned, line=line)
+        self._cfg = cfg
+        self._shares = dict(shares)
+        self._layout = min(shares)
+        self._owned: Owned = shares[self._layout].owned
+        self._bank = ExpertBank(cfg, joined(shares.values()))
+        self._trainer = ExpertTrainer(cfg, self._owned, line=line)
         self._store = store
         self._line = line
         self._staged: _StagedVersion | None = None
@@ -118,6 +121,8 @@ class GroupHandler:
             )
         self._counts[message.op] = self._counts.get(message.op, 0) + 1
         try:
+            if message.op.startswith("train_"):
+                self._train_by(_int(message, "layout"))
             return (yield from serve(message))
         except (KeyError, ValueError, IndexError, TypeError) as error:
             raise TransportError(
@@ -143,11 +148,56 @@ class GroupHandler:
         if staged is None:
             self._bank.load_version(version, tensors)
             return
-        if tensors:
+        if tensors or self._bank.owned != self._owned:
             self._bank.load_version(version, {**named_arrays(staged.stacks), **tensors})
         else:
             self._bank.adopt_version(version, staged.stacks)
         self._staged = None
+
+    def reshaped(self, version: str, shares: Mapping[int, GroupShare]) -> dict[int, ExpertStack]:
+        """A loaded version with the experts of these layouts, new ones read from the store; any
+        thread may call this.
+
+        Raises:
+            StoreError: the store does not have the version whole.
+        """
+        held = joined(shares.values())
+        have = set(owned_names(self._bank.owned))
+        names = [name for name in owned_names(held) if name not in have]
+        tensors = self._store.open(self._line, version).read(names) if names else {}
+        return self._bank.reshaped(version, held, tensors)
+
+    def hold_layouts(
+        self, shares: Mapping[int, GroupShare], versions: Mapping[str, dict[int, ExpertStack]]
+    ) -> None:
+        """Hold the experts of these layouts and no others; `versions` are the loaded ones with
+        them. The master goes when the layout by which it trains goes.
+
+        Raises:
+            StaleVersionError: a version was loaded meanwhile; nothing changed.
+        """
+        self._bank.hold(joined(shares.values()), versions)
+        self._shares = dict(shares)
+        if self._layout not in shares:
+            self._train_by(max(shares))
+
+    def _train_by(self, layout: int) -> None:
+        """Training messages of a newer layout end the training by the one before: where homes
+        differ, the line goes back to its last checkpoint."""
+        if layout == self._layout:
+            return
+        if layout < self._layout or layout not in self._shares:
+            raise StaleVersionError(
+                f"layout {layout} is not live here (layouts: {sorted(self._shares)}, training by "
+                f"{self._layout})",
+                remedy="read the current placement plan",
+                layout=layout,
+            )
+        owned = self._shares[layout].owned
+        if owned != self._owned:
+            self._owned = owned
+            self._trainer = ExpertTrainer(self._cfg, owned, line=self._line)
+        self._layout = layout
 
     def _staged_of(self, version: str) -> _StagedVersion | None:
         """The kept copy, if the store's manifest names exactly the bytes that were written."""

@@ -9,6 +9,7 @@ from k3ray.config.model import TextConfig
 from k3ray.config.numeric import NumericMode
 from k3ray.config.supernode import DeadlineConfig, EngineConfig, LanesConfig
 from k3ray.ids import Incarnation
+from k3ray.placement.layout import GroupShare
 
 NAMESPACE = "k3ray"
 CONTROLLER_NAME = "controller"
@@ -21,8 +22,7 @@ class GroupSpec:
     Args:
         incarnation: Actor id ("group-0") and term.
         text: Model sizes.
-        held: Logical expert ids served, by 0-based MoE layer.
-        owned: Those of them whose home this is: their master trains here.
+        shares: Experts held and owned (whose master trains here) by each live layout's number.
         line: The line whose master this group trains.
         store_dir: Root of the weight store.
         socket_dir: Folder for the data-plane socket (short: Unix socket paths have 107 bytes).
@@ -30,8 +30,7 @@ class GroupSpec:
 
     incarnation: Incarnation
     text: TextConfig
-    held: Mapping[int, tuple[int, ...]]
-    owned: Mapping[int, tuple[int, ...]]
+    shares: Mapping[int, GroupShare]
     line: str
     store_dir: str
     socket_dir: str

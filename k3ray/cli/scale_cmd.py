@@ -1,4 +1,4 @@
-"""`k3ray scale`: another number of attention stacks, while requests go on."""
+"""`k3ray scale`: other numbers of expert groups and attention stacks, while requests go on."""
 
 from __future__ import annotations
 
@@ -16,26 +16,33 @@ if TYPE_CHECKING:
 
 
 def scale(
-    stacks: Annotated[int, typer.Option(help="attention stacks from now on")],
+    groups: Annotated[int | None, typer.Option(help="expert groups from now on")] = None,
+    stacks: Annotated[int | None, typer.Option(help="attention stacks from now on")] = None,
 ) -> None:
-    """Start or drain attention stacks. Open requests go on with the same tokens; a new stack that
-    does not come to serve is taken back."""
+    """Start or end expert groups and attention stacks. Open requests go on with the same tokens;
+    experts move as little as an even share allows; a change that fails is taken back."""
     from k3ray.actors.supernode import connect
 
+    if groups is None and stacks is None:
+        raise typer.BadParameter("say what to change: --groups N, --stacks N, or both")
+    wanted = ", ".join(f"{n} {what}" for n, what in ((groups, "groups"), (stacks, "stacks")) if n)
     narrator = Narrator()
-    with without_ray_chatter(), narrator.phase(f"scaling to {stacks} stacks"):
+    with without_ray_chatter(), narrator.phase(f"scaling to {wanted}"):
         supernode = connect(home_from_environment())
-        asked = supernode.call("scale", stacks)
+        asked = supernode.call("scale", groups, stacks)
         deadlines = supernode.call("spec").deadlines
         limit_s = 2 * (deadlines.start_s + deadlines.rebuild_s + deadlines.drain_s)
         deadline = Deadline.after(limit_s, operation="scale", peer="controller")
         scaling = _until_done(supernode, deadline)
-    changed = asked["previous"] != stacks
-    typer.echo(
-        f"{scaling['stacks']} stacks" + (f": {scaling['reason']}" if changed else " already")
-    )
-    if scaling["stacks"] != stacks:
+    size = f"{scaling['groups']} groups, {scaling['stacks']} stacks"
+    if asked["size"] == asked["previous"]:
+        typer.echo(f"{size} already")
+    elif scaling["failure"]:
+        typer.echo(f"{size}, taken back: {scaling['failure']}")
         raise typer.Exit(1)
+    else:
+        moved = f"; {asked['loads']} experts per layer moved" if asked["loads"] else ""
+        typer.echo(f"{size}{moved}")
 
 
 def _until_done(supernode: Supernode, deadline: Deadline) -> dict[str, Any]:

@@ -74,9 +74,10 @@ class DropVersion:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchPlan:
     """Make the next plan from the current lives of groups that hold every live version; every
-    expert has a holder among them."""
+    expert has a holder among them by that layout."""
 
     peers: tuple[Incarnation, ...]
+    layout: int
     reason: str
 
 
@@ -89,15 +90,32 @@ class ForgetActor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HoldLayouts:
+    """Have a group hold its shares of these layouts, and nothing else."""
+
+    incarnation: Incarnation
+    layouts: frozenset[int]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetireLayout:
+    """Nobody asks by the layout before the current one any more."""
+
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndScale:
-    """The change of the number of stacks is complete."""
+    """The change of the size is complete."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollBackScale:
-    """The change of the number of stacks failed: go back to the number before."""
+    """The change of the size failed: go back to the size before."""
 
     reason: str
 
@@ -147,6 +165,8 @@ Command = (
     | DropVersion
     | SwitchPlan
     | ForgetActor
+    | HoldLayouts
+    | RetireLayout
     | EndScale
     | RollBackScale
     | PushPlan
@@ -159,6 +179,10 @@ Command = (
 def load_key(version: str) -> str:
     """Key in `ActorView.busy` of a load or drop of `version` under way."""
     return f"version {version}"
+
+
+LAYOUTS_KEY = "layouts"
+"""Key in `ActorView.busy` of a change of the layouts that a group holds."""
 
 
 def plan_key(plan: int) -> str:

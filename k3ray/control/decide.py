@@ -2,12 +2,12 @@
 
 Level-triggered: it looks only at how things are, so it gives the same answer however they came to
 be, after a restart too. Idempotent: what is under way (`STARTING`, `busy`) is not ordered again.
-Order: endings, fencing, starts, loads, plan, versions, drops, scaling.
+Order: endings, fencing, starts, loads, plan, versions, drops, layouts, scaling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from k3ray.config.supernode import SupernodeSpec
 from k3ray.control.commands import (
@@ -26,15 +26,17 @@ from k3ray.control.commands import (
     load_key,
     plan_key,
 )
+from k3ray.control.layouts import layout_commands
 from k3ray.control.scale import scale_commands
 from k3ray.control.versions import pins_in_the_way, pins_of, retirable
 from k3ray.control.view import (
     ActorState,
     ActorView,
     ClusterView,
+    LayoutView,
     VersionView,
-    group_ids,
     stack_ids,
+    wanted_groups,
 )
 from k3ray.ids import Role
 
@@ -52,6 +54,7 @@ def decide(spec: SupernodeSpec, view: ClusterView, now_s: float) -> tuple[Comman
         *_plan(spec, view, now_s),
         *_versions(spec, view, now_s),
         *_drops(spec, view),
+        *layout_commands(view, now_s),
         *scale_commands(spec, view, now_s),
     )
 
@@ -83,7 +86,7 @@ def _endings(spec: SupernodeSpec, view: ClusterView, now_s: float) -> Iterator[C
     expiring = {
         lease.line for lease in view.leases if lease.holder_gone or now_s >= lease.deadline_s
     }
-    missing = [g for g in group_ids(spec) if not _serves_in_plan(view, g)]
+    missing = [g for g in view.layout.groups if not _serves_in_plan(view, g)]
     for attempt in view.attempts:
         if attempt.line in expiring:
             continue  # ends with its lease
@@ -116,7 +119,7 @@ def _fences(spec: SupernodeSpec, view: ClusterView, now_s: float) -> Iterator[Co
 
 
 def _starts(spec: SupernodeSpec, view: ClusterView, now_s: float) -> Iterator[Command]:
-    wanted = [(actor, Role.EXPERT_GROUP) for actor in group_ids(spec)]
+    wanted = [(actor, Role.EXPERT_GROUP) for actor in wanted_groups(view)]
     wanted += [(actor, Role.ATTENTION_STACK) for actor in stack_ids(spec)]
     for name, role in wanted:
         actor = view.actors.get(name, ActorView(actor=name, role=role))
@@ -145,27 +148,24 @@ def _loads(spec: SupernodeSpec, view: ClusterView, now_s: float) -> Iterator[Com
 
 
 def _holders(spec: SupernodeSpec, view: ClusterView) -> list[ActorView]:
-    ids = (*group_ids(spec), *stack_ids(spec))
+    ids = (*wanted_groups(view), *stack_ids(spec))
     return [view.actors[name] for name in ids if name in view.actors]
 
 
 def _plan(spec: SupernodeSpec, view: ClusterView, now_s: float) -> Iterator[Command]:
     needed = _serving_versions(view)
-    whole = [
-        g
-        for g in (view.actors.get(name) for name in group_ids(spec))
-        if g is not None and g.state is ActorState.READY and needed <= g.versions
-    ]
-    if needed and _may_switch(spec, view, {g.actor: g.term for g in whole}):
-        gone = sorted(set(view.plan_peers) - {g.actor for g in whole})
-        changed = [g.actor for g in whole if view.plan_peers.get(g.actor) != g.term]
-        facts = [f"{word}: {', '.join(n)}" for word, n in (("new", changed), ("lost", gone)) if n]
-        yield SwitchPlan(
-            peers=tuple(g.incarnation for g in whole),
-            reason=f"every expert of {len(needed)} live version(s) has a live slot "
-            f"({'; '.join(facts)})",
-        )
-        return  # stacks get it at the next look, when it has its version
+    for layout in (view.next_layout, view.layout):
+        if layout is None:
+            continue
+        whole = _whole_groups(view, layout, needed)
+        if needed and _may_switch(view, layout, {g.actor: g.term for g in whole}):
+            yield SwitchPlan(
+                peers=tuple(g.incarnation for g in whole),
+                layout=layout.number,
+                reason=f"every expert of {len(needed)} live version(s) has a live slot "
+                f"({_difference(view, whole)})",
+            )
+            return  # stacks get it at the next look, when it has its version
     if view.plan == 0:
         return
     for stack in view.actors.values():  # draining ones, too: their requests are still open
@@ -182,14 +182,35 @@ def _plan(spec: SupernodeSpec, view: ClusterView, now_s: float) -> Iterator[Comm
             )  # fmt: skip
 
 
-def _may_switch(spec: SupernodeSpec, view: ClusterView, whole: Mapping[str, int]) -> bool:
+def _whole_groups(view: ClusterView, layout: LayoutView, needed: frozenset[str]) -> list[ActorView]:
+    """Groups of a layout that hold their share of it in every version needed."""
+    groups = (view.actors.get(name) for name in layout.groups)
+    return [
+        g
+        for g in groups
+        if g is not None
+        and g.state is ActorState.READY
+        and needed <= g.versions
+        and layout.number in g.layouts
+    ]
+
+
+def _may_switch(view: ClusterView, layout: LayoutView, whole: Mapping[str, int]) -> bool:
     """Whether groups `whole` (with their terms) make a plan, another than the current one."""
-    if view.plan == 0:
-        # The first plan waits for all of them: nobody is served yet, and groups come up together.
-        return len(whole) == spec.groups
+    if view.plan == 0 or layout is view.next_layout:
+        # A layout begins with all of its groups: at first they come up together, and later the one
+        # before serves meanwhile.
+        return len(whole) == len(layout.groups)
     if whole == view.plan_peers:
         return False
-    return all(not holders.isdisjoint(whole) for holders in view.holder_sets)
+    return all(not holders.isdisjoint(whole) for holders in layout.holder_sets)
+
+
+def _difference(view: ClusterView, whole: Sequence[ActorView]) -> str:
+    gone = sorted(set(view.plan_peers) - {g.actor for g in whole})
+    changed = [g.actor for g in whole if view.plan_peers.get(g.actor) != g.term]
+    facts = [f"{word}: {', '.join(n)}" for word, n in (("new", changed), ("gone", gone)) if n]
+    return "; ".join(facts) or "another layout"
 
 
 def _serving_versions(view: ClusterView) -> frozenset[str]:
@@ -226,7 +247,7 @@ def _activation(
         for a in required
         if a.state is not ActorState.READY or version.version not in a.versions
     ]
-    expected = spec.groups + spec.stacks
+    expected = len(wanted_groups(view)) + spec.stacks
     if not waiting and len(_holders(spec, view)) == expected:
         wait = pins_in_the_way(spec, view, version.line, now_s)
         yield wait or ActivateVersion(

@@ -13,11 +13,12 @@ from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 
 from k3ray.errors import JournalError
 from k3ray.ids import Incarnation, Role
+from k3ray.placement.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupernodeUp:
-    """A controller took over (or began) a supernode; `partition` is fixed for its life."""
+    """A controller took over (or began) a supernode; `partition` is that of its first layout."""
 
     type: Literal["supernode_up"] = "supernode_up"
     name: str
@@ -75,23 +76,38 @@ class PeerRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSwitched:
-    """A placement plan became current (homes follow from the partition)."""
+    """A placement plan became current; homes and replicas follow from the layout."""
 
     type: Literal["plan_switched"] = "plan_switched"
     version: int
+    layout: int
     peers: tuple[PeerRecord, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StacksScaled:
-    """From here on the supernode has so many attention stacks; `ended` when all of them serve (or
-    the change was taken back) and none is left over."""
+class Size:
+    """How many expert groups and attention stacks."""
 
-    type: Literal["stacks_scaled"] = "stacks_scaled"
+    groups: int
     stacks: int
-    previous: int
-    ended: bool
+
+    def __str__(self) -> str:
+        return f"{self.groups} groups, {self.stacks} stacks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    """From here on this size is wanted; `ended` when all of it serves and nothing is left over.
+    `layout` is prepared for it, unless the groups stay: the plan that switches to it is recorded by
+    its own record. `failure` says why a change is taken back, in the record that does so."""
+
+    type: Literal["scaled"] = "scaled"
+    size: Size
+    previous: Size
+    layout: Layout | None = None
+    ended: bool = False
     reason: str
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +215,7 @@ Record = (
     | ActorReady
     | ActorLost
     | PlanSwitched
-    | StacksScaled
+    | Scaled
     | VersionCommitted
     | VersionActivated
     | VersionRetired

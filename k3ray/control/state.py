@@ -20,7 +20,7 @@ from k3ray.control.records import (
     LeaseGranted,
     PlanSwitched,
     Record,
-    StacksScaled,
+    Scaled,
     StepCommitted,
     SupernodeDown,
     SupernodeUp,
@@ -31,6 +31,7 @@ from k3ray.control.records import (
 )
 from k3ray.errors import JournalError
 from k3ray.ids import Role
+from k3ray.placement.layout import Layout
 
 Value = TypeVar("Value")
 
@@ -60,12 +61,16 @@ class ControlState:
     """See the module.
 
     Args:
-        scaled: The last change of the number of stacks since the supernode came up.
+        scaled: The last change of the size since the supernode came up.
+        layout: The layout that was switched to last since then; None for the first one.
+        last_layout: Highest number of any layout since then.
         latest: Maps a line to its latest active version.
     """
 
     up: SupernodeUp | None = None
-    scaled: StacksScaled | None = None
+    scaled: Scaled | None = None
+    layout: Layout | None = None
+    last_layout: int = 1
     actors: Mapping[str, ActorFacts] = field(default_factory=dict)
     plan: PlanSwitched | None = None
     versions: Mapping[str, VersionFacts] = field(default_factory=dict)
@@ -105,15 +110,16 @@ def apply(state: ControlState, record: Record) -> ControlState:
         case SupernodeUp():
             after = replace(state, up=record)
         case SupernodeDown():
-            after = replace(state, up=None, scaled=None)
+            after = replace(state, up=None, scaled=None, layout=None, last_layout=1)
         case TermGranted() | ActorReady() | ActorLost():
             after = replace(state, actors=_with(state.actors, *_actor(state, record)))
         case PlanSwitched():
             before = state.plan.version if state.plan else 0
             _require(record.version > before, f"plan {record.version} after plan {before}")
-            after = replace(state, plan=record)
-        case StacksScaled():
-            after = replace(state, scaled=record)
+            after = replace(state, plan=record, layout=_layout_of(state, record))
+        case Scaled():
+            number = record.layout.number if record.layout else 0
+            after = replace(state, scaled=record, last_layout=max(state.last_layout, number))
         case VersionCommitted() | VersionActivated() | VersionRetired():
             after = _version(state, record)
         case LeaseGranted() | LeaseEnded():
@@ -125,6 +131,16 @@ def apply(state: ControlState, record: Record) -> ControlState:
         case _:
             assert_never(record)
     return after
+
+
+def _layout_of(state: ControlState, plan: PlanSwitched) -> Layout | None:
+    """The layout of a new plan: the one before, or the one that was prepared."""
+    prepared = state.scaled.layout if state.scaled else None
+    if prepared is not None and prepared.number == plan.layout:
+        return prepared
+    known = state.layout.number if state.layout else 1
+    _require(plan.layout == known, f"plan {plan.version} has layout {plan.layout}, not {known}")
+    return state.layout
 
 
 def _actor(

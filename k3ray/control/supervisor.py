@@ -18,13 +18,14 @@ from k3ray.control.records import (
     ActorReady,
     PeerRecord,
     PlanSwitched,
+    Size,
     SupernodeUp,
     TermGranted,
     VersionActivated,
     VersionCommitted,
     VersionRetired,
 )
-from k3ray.control.scale_ledger import ScaleLedger
+from k3ray.control.scale_ledger import ScaleLedger, layout_view
 from k3ray.control.view import (
     ActorState,
     ActorView,
@@ -35,14 +36,8 @@ from k3ray.control.view import (
 )
 from k3ray.errors import StaleVersionError, SupernodeError
 from k3ray.ids import Incarnation, Role
-from k3ray.placement.partition import (
-    Partition,
-    chained_replicas,
-    holder_sets,
-    homes_of_partition,
-    validate_plan,
-)
-from k3ray.placement.plan import GroupPeer, Held, PlacementPlan, experts_at_home, experts_held
+from k3ray.placement.layout import GroupShare, MovePlan, first_layout
+from k3ray.placement.plan import GroupPeer, PlacementPlan, validate_plan
 from k3ray.weights.version import WeightVersion
 
 
@@ -63,44 +58,60 @@ class Supervisor:
         self,
         spec: SupernodeSpec,
         text: TextConfig,
-        partition: Partition,
+        partition: tuple[tuple[int, ...], ...],
         ledger: Ledger,
         *,
         now_s: float,
     ) -> None:
-        self.scaling = ScaleLedger(spec, ledger, now_s=now_s)
+        first = first_layout(partition, group_ids(spec.groups), spec.replication, text.num_experts)
+        self.scaling = ScaleLedger(spec, first, ledger, now_s=now_s)
         self.text = text
         self.ledger = ledger
-        self._homes = homes_of_partition(partition, group_ids(spec), text)
-        self._replicas = chained_replicas(self._homes, group_ids(spec), spec.replication)
-        self._holder_sets = holder_sets(self._homes, self._replicas)
         self._pins: dict[str, PinView] = {}
         self._since: dict[str, float] = dict.fromkeys(ledger.state.versions, now_s)
         self._plan: PlacementPlan | None = None
         ledger.write(
             SupernodeUp(name=spec.name, preset=spec.preset, line=spec.line, partition=partition)
         )
-        self.actors: dict[str, ActorView] = {
-            name: self._first_view(name, Role.EXPERT_GROUP, now_s) for name in group_ids(spec)
-        }
-        self._add_stacks(now_s)
+        self.actors: dict[str, ActorView] = {}
+        self._add_actors(now_s)
+        self._add_left_over(now_s)
 
     @property
     def spec(self) -> SupernodeSpec:
         """What is wanted now."""
         return self.scaling.spec
 
-    def scale(self, stacks: int, reason: str, now_s: float) -> None:
-        """Want another number of attention stacks from here on; `decide` does the rest.
+    def scale(self, size: Size, reason: str, now_s: float) -> MovePlan | None:
+        """Want another size from here on; `decide` does the rest.
 
         Raises:
-            SupernodeError: another change is under way.
+            ScalingError: another change is under way.
+            PlanError: no layout has so many groups.
         """
-        self.scaling.begin(stacks, reason, now_s)
-        self._add_stacks(now_s)
+        moves = self.scaling.begin(size, reason, now_s)
+        self._add_actors(now_s)
+        return moves
 
-    def _add_stacks(self, now_s: float) -> None:
-        """Know the stacks that the spec has and those that a change takes away."""
+    def roll_back_scale(self, reason: str, now_s: float) -> None:
+        """Want the size before the change again."""
+        self.scaling.roll_back(reason, now_s)
+        self._add_actors(now_s)
+
+    def _add_left_over(self, now_s: float) -> None:
+        """Know lives of an earlier controller that nothing wants any more: they must end."""
+        for name, facts in self.ledger.state.actors.items():
+            hosts = facts.role in (Role.EXPERT_GROUP, Role.ATTENTION_STACK)
+            if hosts and not facts.lost and name not in self.actors:
+                self.actors[name] = self._first_view(name, facts.role, now_s)
+
+    def _add_actors(self, now_s: float) -> None:
+        """Know the actors that are wanted, and stacks that a change takes away."""
+        layouts = self.scaling.live_layouts().values()
+        groups = dict.fromkeys(group for layout in layouts for group in layout.groups)
+        for name in groups:
+            if name not in self.actors:
+                self.actors[name] = self._first_view(name, Role.EXPERT_GROUP, now_s)
         for name in self.scaling.known_stacks():
             if name not in self.actors:
                 self.actors[name] = self._first_view(name, Role.ATTENTION_STACK, now_s)
@@ -129,6 +140,7 @@ class Supervisor:
         self.actors[actor] = ActorView(
             actor=actor, role=view.role, term=incarnation.term, state=ActorState.STARTING,
             since_s=now_s, num_failures=view.num_failures, note=view.note,
+            layouts=frozenset(self.scaling.live_layouts()),
         )  # fmt: skip
         return incarnation
 
@@ -160,7 +172,8 @@ class Supervisor:
         failed = not view.versions
         self.actors[view.actor] = replace(
             view, state=ActorState.LOST, since_s=now_s, note=reason, versions=frozenset(),
-            busy=frozenset(), plan=0, num_failures=view.num_failures + 1 if failed else 0,
+            busy=frozenset(), plan=0, layouts=frozenset(),
+            num_failures=view.num_failures + 1 if failed else 0,
         )  # fmt: skip
         return True
 
@@ -238,19 +251,20 @@ class Supervisor:
         """Whether that very life is ready."""
         return self._current(incarnation, ActorState.READY) is not None
 
-    def owned_by(self, group: str) -> Held:
-        """Experts by layer whose home is `group` (none for others)."""
-        return experts_at_home(self._homes, group)
+    def share_of(self, group: str) -> GroupShare:
+        """What `group` holds by the current layout (nothing for others)."""
+        return self.scaling.layout.share(group, self.text)
 
-    def held_by(self, group: str) -> Held:
-        """Experts by layer that `group` owns or has a copy of (none for others)."""
-        return experts_held(self._homes, self._replicas, group)
+    def shares_of(self, group: str) -> dict[int, GroupShare]:
+        """What `group` holds by each live layout."""
+        layouts = self.scaling.live_layouts()
+        return {number: layout.share(group, self.text) for number, layout in layouts.items()}
 
     def group_terms(self) -> dict[str, int]:
         """Term of every group's current life, 0 where none is ready."""
         return {
             name: self.actors[name].term if self.actors[name].state is ActorState.READY else 0
-            for name in group_ids(self.spec)
+            for name in self.scaling.layout.groups
         }
 
     def is_whole(self) -> bool:
@@ -264,13 +278,19 @@ class Supervisor:
         """The plan that this controller switched to last; None before its first."""
         return self._plan
 
-    def switch_plan(self, peers: tuple[Incarnation, ...]) -> PlacementPlan:
-        """Make the next plan from the groups' current lives and record it.
+    def switch_plan(
+        self, peers: tuple[Incarnation, ...], number: int, now_s: float
+    ) -> PlacementPlan:
+        """Make the next plan from the groups' current lives by layout `number`, and record it.
 
         Raises:
             PlanError: an expert would have no live holder.
-            SupernodeError: one of `peers` is not the current, ready life of its group.
+            SupernodeError: one of `peers` is not the current, ready life of its group, or the
+                layout was forgotten.
         """
+        layout = self.scaling.live_layouts().get(number)
+        if layout is None:
+            raise SupernodeError(f"layout {number} is not live", remedy="decide again")
         views = []
         for peer in peers:
             view = self._current(peer, ActorState.READY)
@@ -280,15 +300,17 @@ class Supervisor:
         before = self.ledger.state.plan
         plan = PlacementPlan(
             version=(before.version if before else 0) + 1,
-            homes=self._homes,
-            replicas=self._replicas,
+            homes=layout.homes(self.text),
+            replicas=layout.replicas(self.text),
+            layout=number,
             peers={
                 v.actor: GroupPeer(incarnation=v.incarnation, endpoint=v.endpoint) for v in views
             },
         )
         validate_plan(plan, self.text)
         records = tuple(PeerRecord(incarnation=v.incarnation, endpoint=v.endpoint) for v in views)
-        self.ledger.write(PlanSwitched(version=plan.version, peers=records))
+        self.ledger.write(PlanSwitched(version=plan.version, layout=number, peers=records))
+        self.scaling.switched(number, now_s)
         self._plan = plan
         return plan
 
@@ -349,13 +371,16 @@ class Supervisor:
     def view(self) -> ClusterView:
         """Actors, plan, the line's versions and pins (leases are the training ledger's)."""
         state = self.ledger.state
-        plan = self.plan()
+        plan, scaling = self.plan(), self.scaling
         return ClusterView(
             actors=dict(self.actors),
+            layout=layout_view(scaling.layout),
+            next_layout=layout_view(scaling.next_layout) if scaling.next_layout else None,
+            old_layout=layout_view(scaling.old_layout) if scaling.old_layout else None,
+            layout_since_s=scaling.layout_since_s,
             plan=plan.version if plan else 0,
             plan_peers={g: p.incarnation.term for g, p in plan.peers.items()} if plan else {},
-            holder_sets=self._holder_sets,
-            scale=self.scaling.view(),
+            scale=scaling.view(),
             versions=tuple(
                 VersionView(
                     version=v.version, line=v.line, step=v.step, active=v.active,

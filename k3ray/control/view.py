@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from k3ray.config.supernode import SupernodeSpec
+from k3ray.control.records import Size
 from k3ray.ids import Incarnation, Role
 
 
@@ -33,6 +34,7 @@ class ActorView:
         versions: Committed weight versions that it acknowledged.
         busy: Operations under way by key ("load main@3-...", "plan 4"); never asked for twice.
         plan: Plan version that a stack acknowledged.
+        layouts: Numbers of the layouts whose shares a group holds.
         num_failures: Lives in a row that ended before they held a version.
         num_op_failures: Loads, drops, pushes that failed in a row on this life.
         retry_at_s: Nothing is tried again before.
@@ -50,6 +52,7 @@ class ActorView:
     versions: frozenset[str] = frozenset()
     busy: frozenset[str] = frozenset()
     plan: int = 0
+    layouts: frozenset[int] = frozenset()
     num_failures: int = 0
     num_op_failures: int = 0
     retry_at_s: float = 0.0
@@ -105,11 +108,25 @@ class AttemptView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleView:
-    """The number of stacks is being changed, from `previous` to `target`, since `since_s`."""
+    """The size is being changed, from `previous` to `target`, since `since_s`."""
 
-    previous: int
-    target: int
+    previous: Size
+    target: Size
     since_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutView:
+    """A layout whose shares are kept.
+
+    Args:
+        groups: Its groups, in ring order.
+        holder_sets: Sets of groups of which one at least must serve, for some expert's sake.
+    """
+
+    number: int
+    groups: tuple[str, ...]
+    holder_sets: frozenset[frozenset[str]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,16 +134,22 @@ class ClusterView:
     """Everything a decision may depend on.
 
     Args:
+        layout: The current layout.
+        next_layout: The one that is being prepared.
+        old_layout: The one before, until nobody uses it any more.
+        layout_since_s: When the current layout became so.
         plan_peers: Maps a group to its term in the plan.
-        scale: The change of the number of stacks that is under way.
+        scale: The change of the size that is under way.
         loads: Open requests of a stack by its last answer.
-        holder_sets: Sets of groups of which one at least must serve, for some expert's sake.
     """
 
     actors: Mapping[str, ActorView]
+    layout: LayoutView
+    next_layout: LayoutView | None = None
+    old_layout: LayoutView | None = None
+    layout_since_s: float = 0.0
     plan: int = 0
     plan_peers: Mapping[str, int] = field(default_factory=dict)
-    holder_sets: frozenset[frozenset[str]] = frozenset()
     scale: ScaleView | None = None
     loads: Mapping[str, int] = field(default_factory=dict)
     versions: tuple[VersionView, ...] = ()
@@ -134,10 +157,22 @@ class ClusterView:
     leases: tuple[LeaseView, ...] = ()
     attempts: tuple[AttemptView, ...] = ()
 
+    @property
+    def live_layouts(self) -> frozenset[int]:
+        """Numbers of the layouts whose shares are kept."""
+        layouts = (self.layout, self.next_layout, self.old_layout)
+        return frozenset(layout.number for layout in layouts if layout is not None)
 
-def group_ids(spec: SupernodeSpec) -> tuple[str, ...]:
-    """Actor ids of the expert groups, in partition order."""
-    return tuple(f"group-{index}" for index in range(spec.groups))
+
+def group_ids(num_groups: int) -> tuple[str, ...]:
+    """Actor ids of so many expert groups, in ring order."""
+    return tuple(f"group-{index}" for index in range(num_groups))
+
+
+def wanted_groups(view: ClusterView) -> tuple[str, ...]:
+    """Groups of the current and the next layout."""
+    coming = view.next_layout.groups if view.next_layout else ()
+    return tuple(dict.fromkeys((*view.layout.groups, *coming)))
 
 
 def latest_version(view: ClusterView) -> str:

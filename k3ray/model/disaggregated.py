@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from k3ray.clock import Deadline
-from k3ray.errors import CapacityError, DeadlineError, PeerLostError, TransportError
+from k3ray.errors import CapacityError, DeadlineError, PeerLostError, PlanError, TransportError
 from k3ray.model.dispatch import (
     Int64Array,
     Part,
@@ -65,6 +65,7 @@ class _Hop:
     plan has no live group for it."""
 
     part: Part
+    plan: int
     peer: GroupPeer | None
     pending: Pending | None
     error: TransportError | None = None
@@ -129,7 +130,13 @@ class DisaggregatedExecutor:
     def _start(self, work: _Work, part: Part, plan: PlacementPlan) -> _Hop:
         peer = plan.peers.get(part.group)
         if peer is None:
-            return _Hop(part=part, peer=None, pending=None, error=_not_in(plan, part.group))
+            return _Hop(
+                part=part,
+                plan=plan.version,
+                peer=None,
+                pending=None,
+                error=_not_in(plan, part.group),
+            )
         message = Message(
             op="forward",
             meta={"version": self._version, "layer": work.layer, "plan": plan.version},
@@ -139,14 +146,20 @@ class DisaggregatedExecutor:
         while True:
             try:
                 pending = self._links.send(peer, message, lane=self._lane)
-                return _Hop(part=part, peer=peer, pending=pending)
+                return _Hop(part=part, plan=plan.version, peer=peer, pending=pending)
             except CapacityError:
                 if limit.passed():
                     remedy = "the lane's credits stay used up: raise lanes.*.credit_bytes"
-                    return _Hop(part=part, peer=peer, pending=None, error=limit.error(remedy))
+                    return _Hop(
+                        part=part,
+                        plan=plan.version,
+                        peer=peer,
+                        pending=None,
+                        error=limit.error(remedy),
+                    )
                 time.sleep(_CREDIT_PAUSE_S)  # credits come back with replies, within a hop
             except (PeerLostError, DeadlineError) as error:
-                return _Hop(part=part, peer=peer, pending=None, error=error)
+                return _Hop(part=part, plan=plan.version, peer=peer, pending=None, error=error)
 
     def _finish(self, work: _Work, hop: _Hop, deadline: Deadline) -> FloatArray:
         """The part's rows: from the group asked, else from whoever can give them."""
@@ -157,6 +170,12 @@ class DisaggregatedExecutor:
                 return np.asarray(reply.arrays[0], dtype=np.float32)
             except (PeerLostError, DeadlineError) as raised:
                 error = raised
+            except PlanError:
+                newer = self._plans.current()
+                if newer.version == hop.plan:
+                    raise
+                # It let go of the experts between two plans.
+                return self._run(_rest(work, hop.part), newer, deadline)
         assert error is not None
         if hop.peer is not None:
             self._links.suspect(hop.peer.incarnation, error)

@@ -54,6 +54,35 @@ class ExpertBank:
         if version not in self._versions:
             self._versions[version] = read_stacks(self._cfg, self._owned, tensors)
 
+    def reshaped(
+        self, version: str, held: Owned, tensors: Mapping[str, AnyTensor]
+    ) -> dict[int, ExpertStack]:
+        """A loaded version for other experts, new ones from tensors by store name. Changes nothing,
+        and reads only what never changes: any thread may build it.
+
+        Raises:
+            PlanError: a new expert's tensor is missing or has another shape.
+        """
+        stacks = self._versions[version]
+        own = {name: t for layer, s in stacks.items() for name, t in s.named(layer).items()}
+        return read_stacks(self._cfg, held, {**own, **tensors})
+
+    def hold(self, held: Owned, versions: Mapping[str, dict[int, ExpertStack]]) -> None:
+        """Serve `held` from here on: `versions` are all loaded ones, reshaped.
+
+        Raises:
+            StaleVersionError: a loaded version is missing; nothing changed.
+        """
+        missing = self._versions.keys() - versions.keys()
+        if missing:
+            raise StaleVersionError(
+                f"version {min(missing)} was loaded meanwhile",
+                remedy="reshape it, too",
+                version=min(missing),
+            )
+        self._owned = {layer: tuple(sorted(experts)) for layer, experts in held.items()}
+        self._versions = {version: dict(versions[version]) for version in self._versions}
+
     def adopt_version(self, version: str, stacks: Mapping[int, ExpertStack]) -> None:
         """Take stacks that nobody else will change as a version; a loaded one is left alone."""
         self._versions.setdefault(version, dict(stacks))

@@ -10,9 +10,11 @@ new plans: a plan may lack a home as long as every expert has a live holder.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from k3ray.ids import Incarnation
+from k3ray.config.model import TextConfig
+from k3ray.errors import PlanError
+from k3ray.ids import Incarnation, refuse_lower_term
 
 Homes = Mapping[int, tuple[str, ...]]
 """Owning group of each logical expert, by layer."""
@@ -35,16 +37,22 @@ class GroupPeer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementPlan:
     """Version, home and replicas of every (layer, expert), live peers; layers are 0-based MoE
-    layers, and one without an entry in `replicas` has none."""
+    layers, and one without an entry in `replicas` has none. `layout` numbers the homes and
+    replicas: it changes when experts move, not when a group is lost or rebuilt."""
 
     version: int
     homes: Homes
     peers: Mapping[str, GroupPeer]
     replicas: Replicas = field(default_factory=dict)
+    layout: int = 1
 
     def experts_of(self, group: str) -> Held:
         """Logical expert ids by layer whose home is `group`, ascending; empty layers left out."""
-        return experts_at_home(self.homes, group)
+        held = {
+            layer: tuple(e for e, home in enumerate(homes) if home == group)
+            for layer, homes in self.homes.items()
+        }
+        return {layer: experts for layer, experts in held.items() if experts}
 
     def holders(self, layer: int, expert: int) -> tuple[str, ...]:
         """The expert's home, then its replicas, dead or alive."""
@@ -56,21 +64,57 @@ class PlacementPlan:
         return frozenset(home for homes in self.homes.values() for home in homes)
 
 
-def experts_at_home(homes: Homes, group: str) -> Held:
-    """Logical expert ids by layer whose home is `group`, ascending; empty layers left out."""
-    held = {
-        layer: tuple(e for e, home in enumerate(layer_homes) if home == group)
-        for layer, layer_homes in homes.items()
-    }
-    return {layer: experts for layer, experts in held.items() if experts}
+def validate_plan(plan: PlacementPlan, text: TextConfig) -> None:
+    """Check that every (layer, expert) has exactly one home and a live holder.
+
+    Raises:
+        PlanError: names the layer, the expert and what is missing.
+    """
+    wanted, given = set(text.moe_layers), set(plan.homes)
+    if wanted != given:
+        raise PlanError(
+            f"plan {plan.version} misses layers {sorted(wanted - given)} and has unknown layers "
+            f"{sorted(given - wanted)}",
+            remedy="rebuild the plan from the model config",
+        )
+    for layer, homes in plan.homes.items():
+        if len(homes) != text.num_experts:
+            raise PlanError(
+                f"plan {plan.version} places {len(homes)} of {text.num_experts} experts of "
+                f"layer {layer}",
+                remedy="rebuild the plan from the model config",
+                layer=layer,
+            )
+        for expert in range(len(homes)):
+            holders = plan.holders(layer, expert)
+            if plan.peers.keys().isdisjoint(holders):
+                raise PlanError(
+                    f"plan {plan.version}: expert {expert} of layer {layer} lives in "
+                    f"{' and '.join(holders)}, which is not among the live groups "
+                    f"{sorted(plan.peers)}",
+                    remedy="wait until the group is rebuilt",
+                    layer=layer,
+                    expert=expert,
+                    group=holders[0],
+                )
 
 
-def experts_held(homes: Homes, replicas: Replicas, group: str) -> Held:
-    """`experts_at_home`, and the experts that `group` has a read-only copy of."""
-    own = experts_at_home(homes, group)
-    held = {
-        layer: own.get(layer, ())
-        + tuple(e for e, groups in enumerate(replicas.get(layer, ())) if group in groups)
-        for layer in homes
-    }
-    return {layer: tuple(sorted(experts)) for layer, experts in held.items() if experts}
+def replace_peer(plan: PlacementPlan, peer: GroupPeer) -> PlacementPlan:
+    """The next plan, in which `peer` is the current life of its group.
+
+    Raises:
+        PlanError: the group is in no plan.
+        FencedError: the plan already has a later life of it.
+    """
+    group = peer.incarnation.actor
+    if group not in plan.peers:
+        raise PlanError(
+            f"{group} is not a group of plan {plan.version}",
+            remedy="groups are added by a new layout",
+            group=group,
+        )
+    refuse_lower_term(
+        seen=plan.peers[group].incarnation.term, offered=peer.incarnation.term, who=group
+    )
+    peers: Mapping[str, GroupPeer] = {**plan.peers, group: peer}
+    return replace(plan, version=plan.version + 1, peers=peers)

@@ -16,6 +16,8 @@ from k3ray.errors import (
     CapacityError,
     DeadlineError,
     K3RayError,
+    ScaleFailedError,
+    ScalingError,
     StaleVersionError,
     SupernodeError,
     TransportError,
@@ -70,8 +72,10 @@ def _status(error: K3RayError) -> int:
     match error:
         case CapacityError():
             return 429
-        case StaleVersionError():
+        case StaleVersionError() | ScalingError():
             return 409
+        case ScaleFailedError():
+            return 500
         case DeadlineError():
             return 504
         case TransportError() | SupernodeError():

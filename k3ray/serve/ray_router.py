@@ -123,6 +123,11 @@ class RayStackRouter:
         except K3RayError as error:
             _log.warning("event=report_lost.failed stack=%s error=%s", stack, error.code)
 
+    async def scale(self, *, groups: int) -> dict[str, Any]:
+        """See `StackRouter.scale`."""
+        asked: dict[str, Any] = await self._ask("scale", groups, None)
+        return asked
+
     async def status(self) -> dict[str, Any]:
         """See `StackRouter.status`."""
         document: dict[str, Any] = await self._ask("status", limit_s=self._call_s)

@@ -67,6 +67,15 @@ class StackRouter(Protocol):
         """Tell the controller of a dead or stuck stack; best effort."""
         ...
 
+    async def scale(self, *, groups: int) -> dict[str, Any]:
+        """Have another number of expert groups; returns at once.
+
+        Raises:
+            ConfigError, PlacementError, PlanError: there cannot be so many.
+            ScalingError: another change is under way.
+        """
+        ...
+
     async def status(self) -> dict[str, Any]:
         """The supernode's status document."""
         ...

@@ -24,6 +24,7 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 
 from k3ray.errors import BadRequestError, CapacityError, K3RayError, UnknownModelError
+from k3ray.serve import scaling
 from k3ray.serve.answers import collect, stream_frames
 from k3ray.serve.api import Call, parse_chat, parse_completion
 from k3ray.serve.api_errors import error_body, error_reply
@@ -107,6 +108,21 @@ def _add_operations(app: FastAPI, service: Service, health: Health) -> None:
     async def get_health() -> JSONResponse:
         ready, document = await health.check()
         return JSONResponse(document, status_code=200 if ready else 503)
+
+    @app.post("/scale_elastic_ep")
+    async def scale_elastic_ep(request: Request) -> Response:
+        try:
+            call = scaling.parse_scale(await _read_body(request))
+            return JSONResponse(await scaling.scale(service.router, call))
+        except Exception as error:
+            return _refuse(service, error)
+
+    @app.api_route("/is_scaling_elastic_ep", methods=["GET", "POST"])
+    async def is_scaling_elastic_ep() -> Response:
+        try:
+            return JSONResponse(await scaling.progress(service.router))
+        except Exception as error:
+            return _refuse(service, error)
 
     @app.get("/metrics")
     async def get_metrics() -> Response:

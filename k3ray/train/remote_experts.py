@@ -24,6 +24,7 @@ from k3ray.errors import (
     DeadlineError,
     K3RayError,
     PeerLostError,
+    PlanError,
     StaleVersionError,
     StepAbortedError,
 )
@@ -120,7 +121,7 @@ class RemoteExperts:
     def abort(self, tag: StepTag) -> None:
         """See `ExpertSide`."""
         for peer in self._plan.peers.values():
-            message = Message(op="train_abort", meta=tag.to_meta())
+            message = self._message("train_abort", tag.to_meta())
             try:
                 self._wait("train_abort", peer, self._send(peer, message), self._limits.call_s)
             except StepAbortedError:
@@ -173,7 +174,7 @@ class RemoteExperts:
         self._require(part.group for part in parts)
         peers = [self._plan.peers[part.group] for part in parts]
         pendings = [
-            self._send(peer, Message(op=op, meta=meta, arrays=arrays(part)))
+            self._send(peer, self._message(op, meta, arrays(part)))
             for peer, part in zip(peers, parts, strict=True)
         ]
         return [
@@ -209,12 +210,15 @@ class RemoteExperts:
         pendings = {}
         for group, peer in peers.items():
             own = {**meta, "shard": f"experts-{group}"} if shard else dict(meta)
-            pendings[group] = self._send(peer, Message(op=op, meta=own))
+            pendings[group] = self._send(peer, self._message(op, own))
         limit = limit_s if limit_s is not None else self._limits.call_s
         return {
             group: self._wait(op, peers[group], pending, limit)
             for group, pending in pendings.items()
         }
+
+    def _message(self, op: str, meta: Meta, arrays: tuple[Array, ...] = ()) -> Message:
+        return Message(op=op, meta={**meta, "layout": self._plan.layout}, arrays=arrays)
 
     def _send(self, peer: GroupPeer, message: Message) -> Pending:
         deadline = self._deadline(message.op, peer)
@@ -242,7 +246,7 @@ class RemoteExperts:
             if isinstance(error, PeerLostError):
                 self._links.forget(peer.incarnation)
             raise _aborted(op, peer, error) from error
-        except StaleVersionError as error:
+        except (StaleVersionError, PlanError) as error:  # another layout has begun there
             raise _aborted(op, peer, error) from error
 
     def _check_plan(self) -> None:

@@ -31,7 +31,7 @@ from k3ray.ids import Incarnation
 from k3ray.model.group_links import FixedPlan, GroupLinks
 from k3ray.model.init import init_dense
 from k3ray.model.k3 import K3Model
-from k3ray.placement.partition import even_partition, homes_of_partition
+from k3ray.placement.layout import even_partition
 from k3ray.placement.plan import GroupPeer, PlacementPlan
 from k3ray.train.data_order import DataOrder
 from k3ray.train.dense_optimizer import DenseOptimizer
@@ -43,6 +43,7 @@ from k3ray.transport.inprocess import Hub, InProcessClient, InProcessServer
 from k3ray.transport.zeromq_client import ZeroMqClient
 from k3ray.transport.zeromq_server import ZeroMqServer
 from k3ray.weights.store import WeightStore
+from tests.support.shares import homes_of, only_share
 from tests.support.toy_text import ToyText
 
 PRESET = "k3-nano"
@@ -85,7 +86,7 @@ class Arm:
 def handler(group: int, root: Path) -> GroupHandler:
     """The handler of one group."""
     owned = dict.fromkeys(CFG.moe_layers, PARTITION[group])
-    return GroupHandler(CFG, owned, store=WeightStore(root), line="main")
+    return GroupHandler(CFG, only_share(owned), store=WeightStore(root), line="main")
 
 
 def serve_group(group: int, root: Path) -> None:
@@ -126,7 +127,7 @@ def remote(client: Any, endpoints: list[str]) -> RemoteExperts:
         group: GroupPeer(incarnation=Incarnation(actor=group, term=1), endpoint=endpoint)
         for group, endpoint in zip(GROUPS, endpoints, strict=True)
     }
-    homes = homes_of_partition(PARTITION, GROUPS, CFG)
+    homes = homes_of(PARTITION, GROUPS, CFG)
     plan = PlacementPlan(version=1, homes=homes, peers=peers)
     return RemoteExperts(GroupLinks(client), FixedPlan(plan), line="main")
 

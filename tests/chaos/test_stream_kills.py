@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 
+import httpx
 import pytest
 from live import Live, live_supernode, wait_for
 from openai import OpenAI
@@ -61,7 +62,7 @@ def test_streams_go_on_while_the_number_of_stacks_changes(live: Live, client: Op
 
         def change(count: int, stacks: int = stacks) -> None:
             if count == 8:
-                live.supernode.call("scale", stacks)
+                live.supernode.call("scale", None, stacks)
 
         seen = stream_completion(client, "Scale: ", max_tokens=40, seed=5, on_token=change)
         assert seen.steps == golden.steps
@@ -73,13 +74,35 @@ def test_streams_go_on_while_the_number_of_stacks_changes(live: Live, client: Op
         assert stream(client, "Scale: ").steps == golden.steps
 
 
+def test_streams_go_on_while_the_number_of_groups_changes(live: Live, client: OpenAI) -> None:
+    """2 -> 3 -> 1 -> 2 groups under streams, over HTTP: the same bits, and no group left over."""
+    golden = stream(client, "Groups: ")
+    for groups in (3, 1, 2):
+
+        def change(count: int, groups: int = groups) -> None:
+            if count == 8:
+                httpx.post(
+                    f"{live.url}/scale_elastic_ep", json={"new_ep_size": groups}, timeout=10.0
+                ).raise_for_status()
+
+        seen = stream_completion(client, "Groups: ", max_tokens=40, seed=5, on_token=change)
+        assert seen.steps == golden.steps
+        wait_for(lambda: not live.status()["scaling"]["under_way"], limit_s=120.0)
+        document = live.status()
+        assert (document["scaling"]["groups"], document["scaling"]["failure"]) == (groups, "")
+        owners = [a["home_experts"] for a in document["actors"] if a["role"] == "expert_group"]
+        experts = [e for owned in owners for e in owned[min(owned)]]
+        assert (len(owners), len(experts)) == (groups, len(set(experts)))
+        assert stream(client, "Groups: ").steps == golden.steps
+
+
 @pytest.mark.parametrize(
     ("stacks", "said"), [(0, "nobody would serve"), (99, "k3_stack: 99 needed")]
 )
 def test_an_impossible_number_of_stacks_changes_nothing(live: Live, stacks: int, said: str) -> None:
     before = live.status()["scaling"]
     with pytest.raises(K3RayError, match=said):
-        live.supernode.call("scale", stacks)
+        live.supernode.call("scale", None, stacks)
     assert live.status()["scaling"] == before
 
 

@@ -27,6 +27,7 @@ from k3ray.ids import Incarnation
 from k3ray.placement.plan import GroupPeer, PlacementPlan
 from k3ray.weights.store import WeightStore
 from tests.support.local_stack import local_runner
+from tests.support.shares import only_share
 
 pytestmark = pytest.mark.cluster
 
@@ -53,7 +54,7 @@ class Line:
         experts = dict.fromkeys(TEXT.moe_layers, HELD[actor])
         spec = GroupSpec(
             incarnation=Incarnation(actor=actor, term=term), text=TEXT, line="main",
-            held=experts, owned=experts, store_dir=str(self.root / "store"),
+            shares=only_share(experts), store_dir=str(self.root / "store"),
             socket_dir=str(self.root), lanes=LanesConfig(),
             numeric_mode=NumericMode.DETERMINISTIC, deadlines=DEADLINES,
         )  # fmt: skip

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from k3ray.config.presets import PRESETS
-from k3ray.errors import PeerLostError, StaleVersionError
+from k3ray.errors import PeerLostError, PlanError, StaleVersionError
 from k3ray.model.disaggregated import DisaggregatedExecutor, HopLimits
 from k3ray.model.expert_bank import ExpertBank
 from k3ray.model.expert_stack import all_experts
 from k3ray.model.group_links import GroupLinks
 from k3ray.model.local_executor import LocalExecutor
-from k3ray.placement.partition import replace_peer
+from k3ray.placement.plan import PlacementPlan, replace_peer
 from tests.support.direct_client import (
     PlanBox,
     group_handler,
@@ -21,6 +21,7 @@ from tests.support.direct_client import (
     peer_of,
     serve_partition,
 )
+from tests.support.shares import homes_of
 
 CFG = PRESETS["k3-tiny"].text_config
 VERSION = "main@1-aaaaaaaaaaaa"
@@ -197,3 +198,27 @@ def test_unknown_version_is_refused(tmp_path):
     executor = DisaggregatedExecutor(GroupLinks(client), plans, version="main@9-cccccccccccc")
     with pytest.raises(StaleVersionError, match="not loaded"):
         executor.forward(CFG.moe_layers[0], *_batch(3))
+
+
+def test_a_group_that_let_go_of_experts_between_two_plans_is_asked_by_the_newer_one(tmp_path):
+    """The layer's call began under the old plan; its group holds only its new share by then."""
+    client, plans = _remote(PARTITIONS["two"], tmp_path)
+    executor = DisaggregatedExecutor(GroupLinks(client), plans, version=VERSION)
+    victim = plans.plan.peers["group-1"].incarnation
+    other = peer_of("group-2", 1)
+    client.handlers[other.incarnation] = _handler((6, 7), tmp_path)
+    moved = homes_of(((0, 1, 2, 3), (4, 5), (6, 7)), ("group-0", "group-1", "group-2"), CFG)
+
+    def switch(peer, message):
+        if peer == victim and plans.plan.version == 1:
+            client.handlers[victim] = _handler((4, 5), tmp_path)
+            peers = {**plans.plan.peers, "group-2": other}
+            plans.plan = PlacementPlan(version=2, homes=moved, peers=peers, layout=2)
+
+    client.observe = switch
+    assert torch.equal(executor.forward(CFG.moe_layers[0], *_batch(32)), _local(32)[0])
+    assert plans.plan.version == 2
+    old = homes_of(PARTITIONS["two"], ("group-0", "group-1"), CFG)
+    plans.plan = replace(plans.plan, version=3, homes=old)
+    with pytest.raises(PlanError, match="not held here"):
+        executor.forward(CFG.moe_layers[0], *_batch(32))

@@ -209,3 +209,26 @@ def test_a_plan_change_inside_a_step_aborts_it_without_losing_the_line(tmp_path)
     assert [r.step for r in line.authority.steps] == [1, 2]
     assert line.authority.steps[0].attempt == 2
     assert "rolled_back" not in line.journal.names()
+
+
+@pytest.mark.parametrize("partition", [((0, 1, 4), (2, 3, 7), (5, 6)), (tuple(range(8)),)])
+def test_another_layout_inside_a_step_goes_back_to_the_checkpoint_and_replays(partition, tmp_path):
+    """Experts get other homes while a step runs: the losses and the master are those of a line
+    that nobody disturbed."""
+    calm = toy_line(tmp_path / "calm", partition=((0, 1, 2, 3), (4, 5, 6, 7)), steps=7)
+    calm.loop.run()
+    line = toy_line(tmp_path / "moved", partition=((0, 1, 2, 3), (4, 5, 6, 7)), steps=7)
+    changed = []
+
+    def change(peer, message):
+        if message.op == "train_backward" and message.meta["step"] == 5 and not changed:
+            changed.append(1)
+            line.groups.rescale(partition)
+
+    line.groups.client.observe = change
+    line.loop.run()
+    assert changed
+    assert line.journal.losses == calm.journal.losses
+    assert "rolled_back" in line.journal.names()
+    (_, a), (_, b) = _master(calm), _master(line)
+    assert all(np.array_equal(a[name], b[name]) for name in a)

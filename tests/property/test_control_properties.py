@@ -1,6 +1,7 @@
 """Control under random histories: it converges, is idempotent, and survives any crash point."""
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
@@ -8,13 +9,15 @@ from hypothesis import strategies as st
 
 from k3ray.config.presets import PRESETS
 from k3ray.config.supernode import SupernodeSpec
-from k3ray.control.commands import FenceActor, LoadVersion, PushPlan, StartActor
+from k3ray.control.commands import FenceActor, HoldLayouts, LoadVersion, PushPlan, StartActor
 from k3ray.control.journal import Journal, read_records
 from k3ray.control.leases import LeaseRequest
+from k3ray.control.records import Size
 from k3ray.control.state import fold
-from k3ray.errors import K3RayError
-from k3ray.placement.partition import even_partition, homes_of_partition
+from k3ray.errors import K3RayError, ScalingError
+from k3ray.placement.layout import even_partition
 from tests.support.fake_cluster import FakeCluster, version_of
+from tests.support.shares import homes_of
 
 TINY = PRESETS["k3-tiny"].text_config
 ACTORS = ("group-0", "group-1", "group-2", "stack-0", "stack-1")
@@ -25,7 +28,8 @@ EVENTS = st.one_of(
     st.tuples(st.just("unpin"), st.sampled_from("abc")),
     st.tuples(st.just("lease"), st.just("")),
     st.tuples(st.just("attempt"), st.just("")),
-    st.tuples(st.just("tick"), st.just("")),
+    st.tuples(st.just("ticks"), st.sampled_from(["1", "8"])),
+    st.tuples(st.just("scale"), st.tuples(st.integers(1, 5), st.integers(1, 3))),
     st.tuples(st.just("later"), st.sampled_from(["0.3", "12", "70"])),
 )
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -40,7 +44,7 @@ def play(fake: FakeCluster, events, faults) -> None:
     pending = list(faults)
 
     def fails(command) -> bool:
-        risky = isinstance(command, StartActor | LoadVersion | PushPlan | FenceActor)
+        risky = isinstance(command, StartActor | LoadVersion | PushPlan | FenceActor | HoldLayouts)
         return risky and bool(pending) and pending.pop(0)
 
     fake.fails = fails
@@ -48,8 +52,12 @@ def play(fake: FakeCluster, events, faults) -> None:
     step, lease = 0, None
     for kind, argument in events:
         fake.check()
-        if kind == "kill":
+        if kind == "kill" and argument in fake.supervisor.actors:
             fake.kill(argument)
+        elif kind == "scale" and fake.supervisor.plan() is not None:
+            with suppress(ScalingError):
+                size = Size(groups=argument[0], stacks=argument[1])
+                fake.supervisor.scale(size, "asked for", fake.now_s)
         elif kind == "publish":
             step += 1
             fake.supervisor.commit_version(version_of(step), fake.now_s)
@@ -63,8 +71,10 @@ def play(fake: FakeCluster, events, faults) -> None:
             fake.training.begin_attempt(lease, "main", step + 1, plan=fake.view().plan)
         elif kind == "later":
             fake.now_s += float(argument)
-        else:
-            fake.tick()
+        elif kind == "ticks":
+            for _ in range(int(argument)):
+                fake.tick()
+                fake.now_s += 0.1
     fake.fails = lambda command: False
 
 
@@ -87,7 +97,41 @@ def test_any_history_converges_to_a_healthy_supernode(events, faults):
         fake.settle(rounds=400)
         assert fake.healthy()
         assert len(fake.view().versions) == 1
+        spec = fake.supervisor.spec
+        assert len(fake.supervisor.actors) == spec.groups + spec.stacks
         assert fake.decide() == ()
+
+
+SCALING = st.one_of(
+    st.tuples(st.just("scale"), st.tuples(st.integers(1, 5), st.integers(1, 3))),
+    st.tuples(st.just("kill"), st.sampled_from((*ACTORS, "group-3", "group-4", "stack-2"))),
+    st.tuples(st.just("ticks"), st.sampled_from(["1", "3", "30"])),
+    st.tuples(st.just("restart"), st.just("")),
+)
+
+
+@QUICK
+@given(st.lists(SCALING, min_size=3, max_size=20), st.lists(st.booleans(), max_size=12))
+def test_changes_of_the_size_under_faults_end_in_a_size_that_serves(events, faults):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal.jsonl"
+        fake = FakeCluster(spec_of(), path)
+        fake.supervisor.commit_version(version_of(0), 0.0)
+        fake.settle()
+        for kind, argument in events:
+            if kind == "restart":
+                fake = FakeCluster(spec_of(), path, alive=fake.alive, now_s=fake.now_s)
+                fake.settle(rounds=400)
+            else:
+                play(fake, [(kind, argument)], faults)
+        fake.settle(rounds=400)
+        spec = fake.supervisor.spec
+        assert fake.healthy()
+        assert fake.supervisor.scaling.view() is None
+        assert sorted(fake.alive) == sorted(fake.supervisor.actors)
+        assert len(fake.supervisor.actors) == spec.groups + spec.stacks
+        last = fake.supervisor.scaling.last
+        assert last is None or (last.size.groups, last.size.stacks) == (spec.groups, spec.stacks)
 
 
 @QUICK
@@ -137,7 +181,7 @@ def test_any_split_of_a_permutation_is_a_valid_plan(order, owners):
         tuple(e for e, owner in zip(order, owners, strict=True) if owner == index)
         for index in range(3)
     )
-    homes = homes_of_partition(partition, names, TINY)
+    homes = homes_of(partition, names, TINY)
     for layer in TINY.moe_layers:
         assert [names.index(home) for home in homes[layer]] == [
             owners[order.index(e)] for e in range(8)

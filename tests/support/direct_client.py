@@ -19,10 +19,11 @@ from k3ray.errors import K3RayError, PeerLostError
 from k3ray.ids import Incarnation
 from k3ray.model.expert_math import finish
 from k3ray.model.expert_stack import all_experts, init_stacks
-from k3ray.placement.partition import chained_replicas, homes_of_partition
+from k3ray.placement.layout import first_layout
 from k3ray.placement.plan import GroupPeer, PlacementPlan
 from k3ray.transport.protocol import Handler, Lane, Message, Pending
 from k3ray.weights.store import WeightStore
+from tests.support.shares import only_share
 
 Observer = Callable[[Incarnation, Message], None]
 
@@ -130,7 +131,7 @@ def group_handler(
         dict.fromkeys(cfg.moe_layers, tuple(sorted(part)))
         for part in (experts, [*experts, *copies])
     )
-    handler = GroupHandler(cfg, owned, held=held, store=WeightStore(store_dir), line="main")
+    handler = GroupHandler(cfg, only_share(owned, held), store=WeightStore(store_dir), line="main")
     handler.load_version(version, tensors)
     return handler
 
@@ -148,8 +149,8 @@ def serve_partition(
     client = DirectClient()
     groups = [f"group-{index}" for index in range(len(partition))]
     peers = {group: peer_of(group, 1) for group in groups}
-    homes = homes_of_partition(partition, groups, cfg)
-    replicas = chained_replicas(homes, groups, replication)
+    layout = first_layout(partition, groups, replication, cfg.num_experts)
+    homes, replicas = layout.homes(cfg), layout.replicas(cfg)
     layer = cfg.moe_layers[0]
     for group, experts in zip(groups, partition, strict=True):
         copies = [e for e in range(cfg.num_experts) if group in replicas[layer][e]]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from k3ray.actors.controller_orders import Order, order_key
 from k3ray.config.presets import PRESETS
 from k3ray.config.supernode import SupernodeSpec
 from k3ray.control.commands import (
@@ -21,15 +22,15 @@ from k3ray.control.commands import (
     ExpirePin,
     FenceActor,
     ForgetActor,
+    HoldLayouts,
     LoadVersion,
     PushPlan,
+    RetireLayout,
     RetireVersion,
     RollBackScale,
     StartActor,
     SwitchPlan,
     WaitForPins,
-    load_key,
-    plan_key,
 )
 from k3ray.control.decide import decide
 from k3ray.control.journal import Journal
@@ -38,7 +39,8 @@ from k3ray.control.supervisor import ProcessFacts, Supervisor
 from k3ray.control.training import TrainingLedger
 from k3ray.control.view import ActorState, ClusterView
 from k3ray.ids import Incarnation
-from k3ray.placement.partition import even_partition, validate_plan
+from k3ray.placement.layout import even_partition
+from k3ray.placement.plan import validate_plan
 from k3ray.weights.version import WeightVersion
 
 TEXT = PRESETS["k3-tiny"].text_config
@@ -128,10 +130,10 @@ class FakeCluster:
                 else:
                     self.alive.pop(command.incarnation.actor, None)
                     boss.observe_fenced(command.incarnation, self.now_s)
-            case LoadVersion() | DropVersion() | PushPlan():
+            case LoadVersion() | DropVersion() | PushPlan() | HoldLayouts():
                 self._operate(command, failed)
             case SwitchPlan():
-                boss.switch_plan(command.peers)
+                boss.switch_plan(command.peers, command.layout, self.now_s)
             case ActivateVersion():
                 boss.activate_version(command.version)
             case RetireVersion():
@@ -141,7 +143,9 @@ class FakeCluster:
             case EndScale():
                 boss.scaling.end(command.reason)
             case RollBackScale():
-                boss.scaling.roll_back(command.reason, self.now_s)
+                boss.roll_back_scale(command.reason, self.now_s)
+            case RetireLayout():
+                boss.scaling.retire(command.number)
             case ExpireLease():
                 self.training.end(command.lease_id, command.reason)
             case ExpirePin():
@@ -149,13 +153,15 @@ class FakeCluster:
             case AbortAttempt():
                 self.training.abort(command.line, command.reason)
 
-    def _operate(self, command: LoadVersion | DropVersion | PushPlan, failed: bool) -> None:
+    def _operate(self, command: Order, failed: bool) -> None:
         boss, life = self.supervisor, command.incarnation
-        key = plan_key(command.plan) if isinstance(command, PushPlan) else load_key(command.version)
+        key = order_key(command)
         if not boss.begin(life, key):
             return
         if failed:
             boss.fail(life, key, "operation failed", self.now_s)
+        elif isinstance(command, HoldLayouts):
+            boss.finish(life, key, lambda view: replace(view, layouts=command.layouts))
         elif isinstance(command, PushPlan):
             boss.finish(life, key, lambda view: replace(view, plan=command.plan))
         elif isinstance(command, LoadVersion):
@@ -190,6 +196,7 @@ class FakeCluster:
             and actor.versions == live
             and (view.plan_peers.get(name, actor.term) == actor.term)
             and (not name.startswith("stack") or actor.plan == view.plan)
+            and (not name.startswith("group") or actor.layouts == {view.layout.number})
             for name, actor in view.actors.items()
         )
 

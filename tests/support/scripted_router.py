@@ -16,6 +16,8 @@ from k3ray.errors import (
     CapacityError,
     FencedError,
     PeerLostError,
+    PlanError,
+    ScalingError,
     StaleVersionError,
     UnknownRequestError,
 )
@@ -66,6 +68,12 @@ class ScriptedRouter:
     cancelled: list[str] = field(default_factory=list)
     lost: list[Incarnation] = field(default_factory=list)
     polls: int = 0
+    scaling: dict[str, Any] = field(
+        default_factory=lambda: {
+            "groups": 2, "stacks": 1, "under_way": False, "failure": "",
+            "target": {"groups": 2, "stacks": 1},
+        }
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for index in range(self.num_stacks):
@@ -156,8 +164,22 @@ class ScriptedRouter:
     async def report_lost(self, stack: Incarnation) -> None:
         self.lost.append(stack)
 
+    async def scale(self, *, groups: int) -> dict[str, Any]:
+        if groups > 8:
+            raise PlanError(f"{groups} groups for 8 experts", remedy="ask for fewer")
+        if self.scaling["under_way"]:
+            raise ScalingError("the size is being changed", remedy="wait")
+        self.scaling = {
+            **self.scaling, "target": {"groups": groups, "stacks": 1}, "under_way": True,
+            "failure": "",
+        }  # fmt: skip
+        return {"size": {"groups": groups, "stacks": 1}}
+
     async def status(self) -> dict[str, Any]:
-        return {"name": "k3", "state": "ready", "plan_version": 1, "actors": [], "versions": []}
+        return {
+            "name": "k3", "state": "ready", "plan_version": 1, "actors": [], "versions": [],
+            "scaling": dict(self.scaling),
+        }  # fmt: skip
 
     def _alive(self, stack: Incarnation) -> dict[str, Held]:
         if stack not in self.held:

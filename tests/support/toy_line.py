@@ -14,10 +14,11 @@ from k3ray.config.jobs import OptimizerConfig
 from k3ray.config.numeric import ExpertFormat
 from k3ray.config.presets import PRESETS
 from k3ray.ids import Incarnation
+from k3ray.model.expert_stack import ExpertStack
 from k3ray.model.group_links import GroupLinks
 from k3ray.model.k3 import K3Model
-from k3ray.placement.partition import homes_of_partition, replace_peer
-from k3ray.placement.plan import PlacementPlan
+from k3ray.placement.layout import GroupShare
+from k3ray.placement.plan import PlacementPlan, replace_peer
 from k3ray.train.data_order import DataOrder
 from k3ray.train.dense_optimizer import DenseOptimizer
 from k3ray.train.expert_side import ExpertSide, LocalExperts
@@ -27,6 +28,7 @@ from k3ray.train.step import StepParts
 from k3ray.weights.store import WeightStore
 from tests.support.direct_client import DirectClient, PlanBox, peer_of
 from tests.support.memory_authority import MemoryAuthority
+from tests.support.shares import homes_of, only_share
 from tests.support.toy_text import ToyText
 
 CFG = PRESETS["k3-tiny"].text_config
@@ -43,7 +45,7 @@ class ToyGroups:
         self.client = DirectClient()
         self.handlers: dict[str, GroupHandler] = {}
         peers = {group: peer_of(group, 1) for group in self._parts}
-        homes = homes_of_partition(list(self._parts.values()), list(self._parts), CFG)
+        homes = homes_of(list(self._parts.values()), list(self._parts), CFG)
         self.plans = PlanBox(PlacementPlan(version=1, homes=homes, peers=peers))
         self.plans.on_wait = self.rebuild
         for group in self._parts:
@@ -61,10 +63,50 @@ class ToyGroups:
                 self._start(group, life.incarnation)
                 self.plans.plan = replace_peer(self.plans.plan, life)
 
+    def rescale(self, partition: Partition) -> None:
+        """Go to another number of groups as the controller does: prepare, switch, retire."""
+        before = self.plans.plan
+        number = before.layout + 1
+        parts = {f"group-{i}": tuple(part) for i, part in enumerate(partition)}
+        both = {
+            group: {
+                before.layout: _share(self._parts.get(group, ())),
+                number: _share(parts.get(group, ())),
+            }
+            for group in {**self._parts, **parts}
+        }
+        peers = {group: before.peers.get(group, peer_of(group, 1)) for group in parts}
+        for group in parts:
+            if group not in self._parts:
+                self.handlers[group] = GroupHandler(CFG, both[group], store=self._store)
+                self.client.handlers[peers[group].incarnation] = self.handlers[group]
+            self.handlers[group].hold_layouts(both[group], self._reshaped(group, both[group]))
+        homes = homes_of(list(parts.values()), list(parts), CFG)
+        self.plans.plan = PlacementPlan(
+            version=before.version + 1, homes=homes, peers=peers, layout=number
+        )
+        for group in parts:
+            last = {number: both[group][number]}
+            self.handlers[group].hold_layouts(last, self._reshaped(group, last))
+        for group in self._parts.keys() - parts.keys():
+            self.client.kill(before.peers[group].incarnation)
+        self._parts = parts
+
+    def _reshaped(
+        self, group: str, shares: dict[int, GroupShare]
+    ) -> dict[str, dict[int, ExpertStack]]:
+        handler = self.handlers[group]
+        return {version: handler.reshaped(version, shares) for version in handler.versions()}
+
     def _start(self, group: str, incarnation: Incarnation) -> None:
         owned = dict.fromkeys(CFG.moe_layers, self._parts[group])
-        self.handlers[group] = GroupHandler(CFG, owned, store=self._store, line="main")
+        self.handlers[group] = GroupHandler(CFG, only_share(owned), store=self._store, line="main")
         self.client.handlers[incarnation] = self.handlers[group]
+
+
+def _share(part: Sequence[int]) -> GroupShare:
+    held = dict.fromkeys(CFG.moe_layers, tuple(part)) if part else {}
+    return GroupShare(owned=held, held=held)
 
 
 @dataclass(slots=True, kw_only=True)

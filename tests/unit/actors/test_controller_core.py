@@ -47,7 +47,7 @@ class ProcessActors:
         self.orders = []
         self.refuse = ""  # start of the versions that nobody can load
 
-    async def start(self, incarnation, role, held, owned):
+    async def start(self, incarnation, role, shares):
         alive = [i for i in self.processes if i.actor == incarnation.actor]
         assert not alive, "a new life before the old one was fenced"
         process = subprocess.Popen(["sleep", "1000"])

@@ -6,23 +6,26 @@ import torch
 
 from k3ray.actors.group_handler import GroupHandler
 from k3ray.config.presets import PRESETS
-from k3ray.errors import PlanError, StoreError, TransportError
+from k3ray.errors import PlanError, StaleVersionError, StoreError, TransportError
 from k3ray.model.expert_math import finish
 from k3ray.train.remote_experts import _shard_info
 from k3ray.transport.protocol import Message
 from k3ray.weights.manifest import EntryKind
 from k3ray.weights.store import WeightStore
+from tests.support.shares import only_share
 
 CFG = PRESETS["k3-tiny"].text_config
 LAYER = CFG.moe_layers[0]
 
 
 def _handler(store, experts=(1, 4)):
-    return GroupHandler(CFG, dict.fromkeys(CFG.moe_layers, experts), store=store, line="main")
+    return GroupHandler(
+        CFG, only_share(dict.fromkeys(CFG.moe_layers, experts)), store=store, line="main"
+    )
 
 
 def _call(handler, op, meta, *arrays):
-    return finish(handler(Message(op=op, meta=meta, arrays=arrays)))
+    return finish(handler(Message(op=op, meta={"layout": 1, **meta}, arrays=arrays)))
 
 
 def _load(handler, seed=3):
@@ -90,7 +93,9 @@ def test_file_work_yields_to_the_lanes(tmp_path):
     handler = _handler(store)
     _load(handler)
     staged = store.stage("main", EntryKind.CHECKPOINT, 0)
-    meta = {"line": "main", "step": 0, "path": staged.path, "shard": "experts-group-0"}
+    meta = {
+        "line": "main", "step": 0, "path": staged.path, "shard": "experts-group-0", "layout": 1
+    }  # fmt: skip
     work = handler(Message(op="train_save", meta=meta))
     next(work)
     finish(work)
@@ -143,7 +148,7 @@ def test_a_copy_is_served_but_neither_trained_nor_published(tmp_path):
     home = _handler(store)
     every = dict.fromkeys(CFG.moe_layers, (0, 1, 2, 4))
     mine = dict.fromkeys(CFG.moe_layers, (0, 2))
-    copier = GroupHandler(CFG, mine, held=every, store=store, line="main")
+    copier = GroupHandler(CFG, only_share(mine, every), store=store, line="main")
     staged = store.stage("main", EntryKind.VERSION, 0)
     shards = []
     for handler, name in ((home, "experts-group-0"), (copier, "experts-group-1")):
@@ -169,3 +174,60 @@ def test_a_copy_is_served_but_neither_trained_nor_published(tmp_path):
     status = copier.status()
     assert status["experts"][str(LAYER)] == [0, 1, 2, 4]
     assert status["home_experts"][str(LAYER)] == [0, 2]
+
+
+def _shares(**by_layout):
+    return {
+        int(n[1:]): only_share(dict.fromkeys(CFG.moe_layers, e))[1] for n, e in by_layout.items()
+    }
+
+
+def test_a_group_takes_further_experts_of_a_loaded_version_and_lets_go_of_them(tmp_path):
+    store = WeightStore(tmp_path)
+    whole = _handler(store, tuple(range(CFG.num_experts)))
+    _load(whole)
+    version = _publish(whole, store)
+    handler = GroupHandler(CFG, _shares(n1=(1, 4)), store=store, line="main")
+    _load_from_store(handler, store, version)
+    want = _forward(handler, version)
+    size = handler.status()["size_bytes"]
+    for shares, held in (
+        (_shares(n1=(1, 4), n2=(0, 4, 7)), [0, 1, 4, 7]),
+        (_shares(n1=(1, 4)), [1, 4]),
+        (_shares(n1=(1, 4), n2=(1, 4, 6)), [1, 4, 6]),
+    ):
+        handler.hold_layouts(shares, {version: handler.reshaped(version, shares)})
+        assert handler.status()["experts"][str(LAYER)] == held
+        assert np.array_equal(_forward(handler, version), want)
+        assert handler.status()["size_bytes"] == size * len(held) // 2
+    everyone = _handler(store, (1, 4, 6))
+    _load_from_store(everyone, store, version)
+    mine, theirs = handler._bank._versions[version], everyone._bank._versions[version]
+    for layer in CFG.moe_layers:
+        for a, b in zip(mine[layer].tensors(), theirs[layer].tensors(), strict=True):
+            assert torch.equal(a, b)
+    with pytest.raises(StaleVersionError, match="loaded meanwhile"):
+        handler.hold_layouts(_shares(n1=(1,)), {})
+    assert handler.status()["experts"][str(LAYER)] == [1, 4, 6]
+
+
+def test_training_by_a_newer_layout_ends_that_by_the_one_before(tmp_path):
+    store = WeightStore(tmp_path)
+    handler = GroupHandler(CFG, _shares(n1=(1, 4), n2=(1, 4), n3=(0, 4)), store=store, line="main")
+    _load(handler)
+
+    def status(layout):
+        return _call(handler, "train_status", {"layout": layout}).meta
+
+    assert status(1)["has_master"]
+    assert status(2)["has_master"]  # the same homes
+    assert not status(3)["has_master"]
+    for layout in (1, 2, 4):
+        with pytest.raises(StaleVersionError, match=f"layout {layout} is not live here"):
+            status(layout)
+    _load_by = {"line": "main", "entry": None, "seed": 3, "step": 0, "experts": "fp32", "layout": 3}
+    _call(handler, "train_load", _load_by)
+    assert handler.status()["home_experts"][str(LAYER)] == [0, 4]
+    only = _shares(n3=(0, 4))
+    handler.hold_layouts(only, {})
+    assert status(3)["has_master"]

@@ -20,11 +20,11 @@ from k3ray.control.commands import (
 )
 from k3ray.control.decide import RESTART_BUDGET, given_up
 from k3ray.control.leases import LeaseRequest
-from k3ray.control.records import SupernodeDown
+from k3ray.control.records import Size, SupernodeDown
 from k3ray.control.scale import SETTLE_S
 from k3ray.control.versions import admit_publish, publish_refused
 from k3ray.control.view import ActorState
-from k3ray.errors import StaleVersionError, SupernodeError
+from k3ray.errors import ScalingError, StaleVersionError
 from tests.support.fake_cluster import FakeCluster, version_of
 
 SPEC = SupernodeSpec(preset="k3-tiny", groups=2, stacks=1)
@@ -101,7 +101,7 @@ def test_with_replicas_the_plan_first_goes_on_without_the_lost_group(replicated)
     ]  # fmt: skip
     switches = [c for c in replicated.ordered if isinstance(c, SwitchPlan)]
     assert [len(c.peers) for c in switches] == [2, 3]
-    assert "lost: group-1" in switches[0].reason
+    assert "gone: group-1" in switches[0].reason
     assert "new: group-1" in switches[1].reason
     assert replicated.healthy()
 
@@ -129,8 +129,8 @@ def stack_states(fake):
     return {n: a.state for n, a in fake.supervisor.actors.items() if n.startswith("stack")}
 
 
-def scale(fake, stacks):
-    fake.supervisor.scale(stacks, "asked for", fake.now_s)
+def scale(fake, stacks, groups=2):
+    return fake.supervisor.scale(Size(groups=groups, stacks=stacks), "asked for", fake.now_s)
 
 
 def test_more_stacks_start_and_the_others_are_left_alone(cluster):
@@ -175,7 +175,7 @@ def test_a_new_stack_that_does_not_start_is_taken_back(cluster):
     assert set(stack_states(cluster)) == {"stack-0"}
     assert cluster.supervisor.spec.stacks == 1
     assert cluster.supervisor.scaling.view() is None
-    assert "back to 1 stacks" in next(
+    assert "back to 2 groups, 1 stacks" in next(
         c.reason for c in cluster.ordered if isinstance(c, RollBackScale)
     )
     assert cluster.healthy()
@@ -197,7 +197,7 @@ def test_a_new_controller_goes_on_with_the_change(cluster, tmp_path):
 
 def test_one_change_at_a_time(cluster):
     scale(cluster, 2)
-    with pytest.raises(SupernodeError, match="from 1 to 2"):
+    with pytest.raises(ScalingError, match="from 2 groups, 1 stacks to 2 groups, 2 stacks"):
         scale(cluster, 3)
 
 

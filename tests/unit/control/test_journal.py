@@ -29,7 +29,7 @@ RECORDS = (
         incarnation=LIFE, role=Role.EXPERT_GROUP, node="n", pid=7,
         process_started_unix_s=1.5, endpoint="ipc:///x",
     ),
-    PlanSwitched(version=1, peers=(PeerRecord(incarnation=LIFE, endpoint="ipc:///x"),)),
+    PlanSwitched(version=1, layout=1, peers=(PeerRecord(incarnation=LIFE, endpoint="ipc:///x"),)),
     StepCommitted(
         lease_id="l", line="main", step=1, attempt=2,
         body={"loss": 1.25, "text": "line\nbreak", "holder_digests": {"group-0#1": "ab"}},

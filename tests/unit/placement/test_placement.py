@@ -11,15 +11,9 @@ from k3ray.config.supernode import SupernodeSpec
 from k3ray.errors import ConfigError, FencedError, PlacementError, PlanError
 from k3ray.ids import Incarnation
 from k3ray.placement.fits import check_fits, check_resources, group_bytes
-from k3ray.placement.partition import (
-    chained_replicas,
-    even_partition,
-    holder_sets,
-    homes_of_partition,
-    replace_peer,
-    validate_plan,
-)
-from k3ray.placement.plan import GroupPeer, PlacementPlan, experts_held
+from k3ray.placement.layout import even_partition, first_layout
+from k3ray.placement.plan import GroupPeer, PlacementPlan, replace_peer, validate_plan
+from tests.support.shares import homes_of
 
 TINY = PRESETS["k3-tiny"].text_config
 
@@ -34,7 +28,7 @@ def plan_of(partition) -> PlacementPlan:
     groups = tuple(f"group-{i}" for i in range(len(partition)))
     return PlacementPlan(
         version=1,
-        homes=homes_of_partition(partition, groups, TINY),
+        homes=homes_of(partition, groups, TINY),
         peers={group: peer(group) for group in groups},
     )
 
@@ -120,29 +114,30 @@ def test_fit_of_a_local_cluster():
 @pytest.mark.parametrize("num_groups", [2, 3, 5])
 def test_chained_replicas_are_elsewhere_and_even(num_groups):
     groups = tuple(f"group-{i}" for i in range(num_groups))
-    homes = homes_of_partition(even_partition(8, num_groups), groups, TINY)
+    parts = even_partition(8, num_groups)
     for replication in range(1, num_groups + 1):
-        replicas = chained_replicas(homes, groups, replication)
-        plan = PlacementPlan(version=1, homes=homes, replicas=replicas, peers={})
+        layout = first_layout(parts, groups, replication, 8)
+        plan = PlacementPlan(
+            version=1, homes=layout.homes(TINY), replicas=layout.replicas(TINY), peers={}
+        )
         for layer in TINY.moe_layers:
             for expert in range(8):
                 holders = plan.holders(layer, expert)
                 assert len(set(holders)) == len(holders) == replication
-        held = [experts_held(homes, replicas, group) for group in groups]
+        held = [layout.share(group, TINY).held for group in groups]
         assert sum(len(h[TINY.moe_layers[0]]) for h in held) == 8 * replication
         lost = {g: peer(g) for g in groups[replication - 1 :]}
         validate_plan(replace(plan, peers=lost), TINY)  # all but `replication - 1` groups live
-        sets = holder_sets(homes, replicas)
-        assert all(len(holders) == replication for holders in sets)
+        assert all(len(holders) == replication for holders in layout.holder_sets())
     for wrong in (0, num_groups + 1):
         with pytest.raises(PlanError, match=f"replication {wrong}"):
-            chained_replicas(homes, groups, wrong)
+            first_layout(parts, groups, wrong, 8)
 
 
 def test_a_plan_without_any_holder_is_refused():
     plan = plan_of(even_partition(8, 3))
     groups = tuple(plan.peers)
-    replicas = chained_replicas(plan.homes, groups, 2)
+    replicas = first_layout(even_partition(8, 3), groups, 2, 8).replicas(TINY)
     only = replace(plan, replicas=replicas, peers={"group-2": peer("group-2")})
     with pytest.raises(PlanError, match="expert 0 of layer 1 lives in group-0 and group-1"):
         validate_plan(only, TINY)
