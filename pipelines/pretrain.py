@@ -48,8 +48,8 @@ def _summarise(result: dict[str, Any], unigrams: dict[str, float | None], second
     beside = ", ".join(f"{name} {_number(bits)}" for name, bits in unigrams.items())
     _say(
         f"step {result['step']}: loss {_number(result['first_loss'])} -> "
-        f"{_number(result['last_loss'])} (mean of the last ten), held-out bits per byte "
-        f"{_number(heldout)} ({beside}); "
+        f"{_number(result['last_loss'])} (mean of the last ten); held-out bits per byte "
+        f"{_number(heldout)}, the lower the better (without a model: {beside}); "
         f"published {result['version']} in {seconds:.0f} s"
     )
 

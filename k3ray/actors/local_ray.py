@@ -52,7 +52,7 @@ class ClusterInfo:
         """
         try:
             return ClusterInfo(**json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, TypeError) as error:
             raise SupernodeError(

@@ -11,10 +11,13 @@ import fcntl
 import logging
 import os
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -36,7 +39,7 @@ from k3ray.config.home import Home
 from k3ray.config.load import config_digest
 from k3ray.config.resolve import resolve_model
 from k3ray.config.supernode import SupernodeSpec
-from k3ray.errors import K3RayError, SupernodeError
+from k3ray.errors import K3RayError, SupernodeError, TransportError
 
 Say = Callable[[str], None]
 
@@ -58,6 +61,20 @@ class Supernode:
             K3RayError: whatever the method raised.
         """
         return call(self.controller, method, *args, peer=CONTROLLER_NAME, limit_s=limit_s)
+
+    def poll_status(self, deadline: Deadline) -> dict[str, Any]:
+        """The status; a controller that dies meanwhile is waited for until `deadline`.
+
+        Raises:
+            DeadlineError: nobody answered in time.
+        """
+        while True:
+            try:
+                status: dict[str, Any] = self.call("status", limit_s=30.0)
+                return status
+            except TransportError as error:
+                deadline.check(remedy=f"last answer: {error.message}; see `k3ray status`")
+                time.sleep(0.5)
 
 
 def is_up(home: Home) -> bool:
@@ -99,15 +116,29 @@ def _init_ray(home: Home, info: ClusterInfo) -> None:
     if ray.is_initialized():
         return
     try:
-        ray.init(
-            address=info.ray_address, namespace=NAMESPACE, log_to_driver=False,
-            logging_level=logging.ERROR,
-        )  # fmt: skip
+        with _signals_kept():
+            ray.init(
+                address=info.ray_address, namespace=NAMESPACE, log_to_driver=False,
+                logging_level=logging.ERROR,
+            )  # fmt: skip
     except (ConnectionError, RuntimeError) as error:
         raise SupernodeError(
             f"Ray at {info.ray_address} cannot be reached: {error}",
             remedy="run `k3ray down`, then `k3ray up`",
         ) from error
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray's driver takes SIGTERM for itself (it prints a C++ trace); give it back to the caller."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, kept)
 
 
 def ensure_up(
@@ -120,7 +151,7 @@ def ensure_up(
         PlacementError: the cluster cannot hold it (the message has the arithmetic).
     """
     digest = config_digest(spec)
-    with _locked(home):
+    with locked(home, home.lock_file, what="k3ray up or down"):
         info = ClusterInfo.read(home.cluster_file)
         if info is not None and is_running(home):
             if info.spec_digest != digest:
@@ -194,7 +225,7 @@ def wait_ready(supernode: Supernode, spec: SupernodeSpec, *, say: Say) -> dict[s
     deadline = Deadline.after(limit_s, operation="start", peer=f"supernode {spec.name!r}")
     said_s = 0.0
     while True:
-        status: dict[str, Any] = supernode.call("status", limit_s=30.0)
+        status = supernode.poll_status(deadline)
         waiting = [a["id"] for a in status["actors"] if a["state"] != "ready"]
         if status["state"] == "ready":
             return status
@@ -215,7 +246,7 @@ def down(home: Home, *, say: Say = print) -> list[int]:
 
     The journal and the weight store stay. Returns pids that would not die (normally none).
     """
-    with _locked(home):
+    with locked(home, home.lock_file, what="k3ray up or down"):
         if is_running(home):
             _stop_politely(home, say)
         left = stop_local_ray(home)
@@ -236,7 +267,7 @@ def _stop_politely(home: Home, say: Say) -> None:
 
 def check_disk(home: Home, *, needed_bytes: int = 1 << 30) -> None:
     """Raise `SupernodeError` when the home's disk has less than `needed_bytes` free."""
-    home.root.mkdir(parents=True, exist_ok=True)
+    make_home(home)
     free = shutil.disk_usage(home.root).free
     if free < needed_bytes:
         raise SupernodeError(
@@ -245,17 +276,38 @@ def check_disk(home: Home, *, needed_bytes: int = 1 << 30) -> None:
         )
 
 
+def make_home(home: Home) -> None:
+    """Make the home's folder.
+
+    Raises:
+        SupernodeError: it cannot be made or written to.
+    """
+    try:
+        home.root.mkdir(parents=True, exist_ok=True)
+        home.lock_file.touch()
+    except OSError as error:
+        raise SupernodeError(
+            f"the home {home.root} cannot be used: {error.strerror}",
+            remedy="point K3RAY_HOME to a folder that you may write to",
+        ) from error
+
+
 @contextmanager
-def _locked(home: Home, *, limit_s: float = 300.0) -> Iterator[None]:
-    """Hold the home's lock file; waits at most `limit_s`."""
-    home.root.mkdir(parents=True, exist_ok=True)
-    deadline = Deadline.after(limit_s, operation="lock", peer=str(home.lock_file))
-    with home.lock_file.open("w") as file:
+def locked(home: Home, lock_file: Path, *, what: str, limit_s: float = 300.0) -> Iterator[None]:
+    """Hold one of the home's lock files; waits at most `limit_s`, the death of a holder frees it.
+
+    Raises:
+        SupernodeError: the home cannot be used.
+        DeadlineError: somebody else holds it for longer.
+    """
+    make_home(home)
+    deadline = Deadline.after(limit_s, operation="lock", peer=str(lock_file))
+    with lock_file.open("w") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                deadline.check(remedy="another k3ray up/down is running on this home")
+                deadline.check(remedy=f"another {what} is running on this home")
                 time.sleep(0.2)
         yield

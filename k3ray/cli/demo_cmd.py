@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from k3ray.cli.kill_show import kill_during_stream
-from k3ray.cli.narrate import Narrator, without_ray_chatter
+from k3ray.cli.narrate import Narrator
 from k3ray.cli.supernode_args import read_cluster, read_spec
 from k3ray.config.home import Home
 
@@ -22,9 +22,7 @@ def demo(
     ] = None,
 ) -> None:
     """Show the whole machine on random weights, in a home of its own that is removed after."""
-    with without_ray_chatter():  # also while it ends: Ray reports the killed processes then
-        whole = _demo(keep=keep, port=port)
-    if not whole:
+    if not _demo(keep=keep, port=port):
         raise typer.Exit(1)
 
 

@@ -30,6 +30,7 @@ class Level(StrEnum):
     """Verdict of a check; only `fail` makes the exit status non-zero."""
 
     OK = "ok"
+    INFO = "info"
     WARN = "warn"
     FAIL = "fail"
 
@@ -53,6 +54,7 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
     return (
         check_python(facts),
         *check_packages(facts),
+        Finding(level=Level.OK, name="home", detail=f"{facts.home} (K3RAY_HOME)"),
         check_auth(facts),
         *check_ports(facts),
         check_disk(facts),
@@ -140,11 +142,8 @@ def check_ports(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
     dashboard = facts.cluster.dashboard_port
     if dashboard in facts.busy_ports and not facts.cluster_running:
-        yield Finding(
-            level=Level.WARN, name="ports",
-            detail=f"{dashboard} (Ray dashboard) is taken: another free port will be used",
-            remedy="none needed; `k3ray up` prints the address",
-        )  # fmt: skip
+        detail = f"{dashboard} (Ray dashboard) is taken: `k3ray up` takes another and prints it"
+        yield Finding(level=Level.INFO, name="ports", detail=detail)
 
 
 def check_disk(facts: Facts) -> Finding:

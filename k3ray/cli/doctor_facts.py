@@ -37,6 +37,7 @@ class Facts:
     auth_token_file: str | None
     busy_ports: frozenset[int]
     cluster_running: bool
+    home: str
     disk_path: str
     disk_free_bytes: int
     memory_available_bytes: int
@@ -72,6 +73,7 @@ def gather(
             port for port in (spec.endpoint.port, cluster.dashboard_port) if port_is_busy(port)
         ),
         cluster_running=bool(find_marked(home.marker)),
+        home=str(home.root),
         disk_path=str(disk),
         disk_free_bytes=shutil.disk_usage(disk).free,
         memory_available_bytes=memory_available_bytes(Path("/sys/fs/cgroup")),

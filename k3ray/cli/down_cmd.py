@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import typer
 
-from k3ray.cli.narrate import without_ray_chatter
 from k3ray.cli.supernode_args import home_from_environment
 
 
@@ -12,8 +11,7 @@ def down() -> None:
     """End everything of this home; weights and journal stay on disk. Safe in any state."""
     from k3ray.actors.supernode import down as end
 
-    with without_ray_chatter():
-        left = end(home_from_environment(), say=typer.echo)
+    left = end(home_from_environment(), say=typer.echo)
     if left:
         typer.echo(f"still alive after SIGKILL: {left}", err=True)
         raise typer.Exit(1)

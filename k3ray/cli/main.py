@@ -2,23 +2,27 @@
 
 `k3ray --help` and `config show` load neither torch nor Ray and answer in under a second. A
 `K3RayError` becomes one line, `error[code]: message -> remedy`, and exit status 2; set
-`K3RAY_TRACEBACK=1` to see where it came from.
+`K3RAY_TRACEBACK=1` to see where it came from. SIGTERM ends a command like Ctrl-C does: what it was
+doing is put in order, and the exit status is 143 (130 after Ctrl-C).
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
+from k3ray.cli.narrate import without_ray_chatter
 from k3ray.errors import K3RayError
 
 EXIT_ERROR = 2
+EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,8 @@ COMMANDS: Mapping[str, Command] = {
         target="k3ray.cli.serve_cmd:serve", summary="Serve HTTP from the live actors."
     ),
     "scale": Command(
-        target="k3ray.cli.scale_cmd:scale", summary="Change the number of stacks while serving."
+        target="k3ray.cli.scale_cmd:scale",
+        summary="Other numbers of groups and stacks, while serving.",
     ),
     "demo": Command(
         target="k3ray.cli.demo_cmd:demo", summary="Random k3-tiny endpoint with one kill, fast."
@@ -69,13 +74,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status (typer itself exits by `SystemExit`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((text for text in arguments if not text.startswith("-")), None)
+    before = signal.signal(signal.SIGTERM, _terminated)
     try:
-        build_app(chosen)(args=arguments, prog_name="k3ray")
+        with without_ray_chatter():  # around the import too: Serve's log takes its stream there
+            build_app(chosen)(args=arguments, prog_name="k3ray")
     except K3RayError as error:
         if os.environ.get("K3RAY_TRACEBACK") == "1":
             raise
         typer.echo(error_text(error), err=True)
         return EXIT_ERROR
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 
@@ -117,6 +126,10 @@ def _load(target: str) -> Callable[..., Any] | typer.Typer:
     module, _, attribute = target.partition(":")
     found: Callable[..., Any] | typer.Typer = getattr(importlib.import_module(module), attribute)
     return found
+
+
+def _terminated(*_: object) -> NoReturn:
+    raise SystemExit(EXIT_TERMINATED)
 
 
 def _root() -> None:

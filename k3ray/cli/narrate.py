@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -90,7 +91,7 @@ class Narrator:
         def keep_talking() -> None:
             while not over.wait(0.5):
                 if time.monotonic() - self._said_s >= SILENCE_S:
-                    self.say(f"... {name} ({time.monotonic() - started_s:.0f} s so far)")
+                    self.say(f"... {time.monotonic() - started_s:.0f} s so far")
 
         thread = threading.Thread(target=keep_talking, daemon=True)
         thread.start()
@@ -100,6 +101,18 @@ class Narrator:
             over.set()
             thread.join()
         self.say(f"{name}: done in {time.monotonic() - started_s:.1f} s")
+
+    @contextmanager
+    def interruptible(self, then: str) -> Iterator[None]:
+        """On Ctrl-C or SIGTERM say what state things are in, then end with that status."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.say(f"interrupted: {then}")
+            raise SystemExit(128 + signal.SIGINT) from None
+        except SystemExit:
+            self.say(f"interrupted: {then}")
+            raise
 
     def run(self, command: Sequence[str], *, env: Mapping[str, str], limit_s: float) -> list[str]:
         """Run a command, repeat its output line by line, and return it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -26,15 +27,22 @@ from k3ray.placement.memory_plan import (
 )
 from k3ray.weights.release_layout import count_vision
 
+MAX_GIB = 1e6
+
 
 def plan(
     *,
     preset: Annotated[str | None, typer.Option(help="model preset (default: kimi-k3)")] = None,
     config: Annotated[str | None, typer.Option(help="a release's config.json instead")] = None,
-    accelerators: Annotated[int, typer.Option(min=1, help="ranks of the supernode")] = 64,
-    hbm_gib: Annotated[float, typer.Option(min=0.001, help="memory of one, in GiB")] = 141.0,
+    accelerators: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="ranks of the supernode")
+    ] = 64,
+    hbm_gib: Annotated[
+        float, typer.Option(min=0.001, max=MAX_GIB, help="memory of one, in GiB")
+    ] = 141.0,
     host_gib: Annotated[
-        float, typer.Option(min=0.0, help="host memory per accelerator for training state")
+        float,
+        typer.Option(min=0.0, max=MAX_GIB, help="host memory per accelerator for training state"),
     ] = 0.0,
     cache_bits: Annotated[int, typer.Option(help="bits of a cached value: 16 or 32")] = 16,
     experts: Annotated[
@@ -46,9 +54,13 @@ def plan(
     fast: Annotated[bool, typer.Option("--fast", help="fast mode: no open chunks")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON")] = False,
 ) -> None:
-    """Parameters, checkpoint bytes, memory per rank, cache, state; exit 2 if it does not fit."""
+    """Parameters, checkpoint bytes, memory per rank, cache, state. Exit status 2 when serving does
+    not fit; what training needs is told beside it and decides nothing."""
     if preset is not None and config is not None:
         raise ConfigError("both --preset and --config are given", remedy="give one", violations=())
+    for name, value in (("--hbm-gib", hbm_gib), ("--host-gib", host_gib)):
+        if math.isnan(value):
+            raise ConfigError(f"{name} is not a number", remedy="give GiB", violations=())
     if cache_bits not in (16, 32):
         raise ConfigError(f"--cache-bits {cache_bits}", remedy="give 16 or 32", violations=())
     if stack_ranks is not None and accelerators % stack_ranks:
@@ -110,7 +122,7 @@ def render(document: dict[str, Any]) -> str:
         *(f"  {name:<15} {value:>22,}" for name, value in document["checkpoint_bytes"].items()),
         "request",
         f"  cache per token {document['cache_bytes_per_token']:>22,} B",
-        *(f"  state {name:<11} {value:>20,} B" for name, value in state.items()),
+        *(f"  KDA state, {name:<11} {value:>9,} B" for name, value in state.items()),
         f"serving on {document['accelerators']} x {gib(document['hbm_bytes'])}: "
         f"{serving['stacks']} stacks of {serving['stack_ranks']} ranks",
         f"  experts/rank    {gib(serving['expert_bytes']):>22}",
@@ -118,8 +130,8 @@ def render(document: dict[str, Any]) -> str:
         f"  reserve/rank    {gib(serving['reserve_bytes']):>22}",
         f"  free/rank       {gib(serving['free_bytes']):>22}",
         f"  full-context requests per stack {serving['requests_per_stack']:>6}",
-        f"  {'fits' if serving['fits'] else 'DOES NOT FIT'}",
-        f"training (float32 {per_parameter} bytes per parameter)",
+        f"  serving {'fits' if serving['fits'] else 'DOES NOT FIT'}",
+        f"training, for information (float32 {per_parameter} bytes per parameter)",
         f"  all state       {gib(training['state_bytes']):>22}",
         f"  without offload {training['min_accelerators']:>22,} accelerators at least"
         f" ({'fits' if training['fits'] else 'does not fit'})",

@@ -76,8 +76,11 @@ def _run(home: Home, narrator: Narrator, *, stay: bool) -> bool:
             url, lambda: supernode.call("status"), prompt=PROMPT, num_tokens=48, say=narrator.say
         )
     _say_report(narrator, report)
+    _say_where(narrator, home, url, jobs)
+    narrator.say(
+        "the line worked from end to end" if report.same_bits else "FAILED: other tokens came"
+    )
     if stay:
-        _say_where(narrator, home, url, jobs)
         _stay(narrator)
     return report.same_bits
 
@@ -117,7 +120,7 @@ def _say_report(narrator: Narrator, report: KillReport) -> None:
     say(
         f"stream across the kill: {'the same' if report.same_bits else 'OTHER'} "
         f"{len(report.disturbed.tokens)} tokens and log-prob bits as the undisturbed run; "
-        f"{report.hop_retries} expert calls were repeated"
+        f"expert calls repeated: {report.hop_retries}"
     )
     say(
         f"group {report.group} rebuilt in {report.rebuild_s:.2f} s; the stream waited "
@@ -127,6 +130,11 @@ def _say_report(narrator: Narrator, report: KillReport) -> None:
 
 def _say_where(narrator: Narrator, home: Home, url: str, dashboard: str) -> None:
     say = narrator.say
+    say(
+        "a few minutes of training are a demonstration, not a model: more steps help "
+        "(`steps=` of pipelines.pretrain; the README has the curve)"
+    )
+    say(f"files      {home.root} (data, runs, store)")
     say(f"page       {url}/ui")
     say(f"endpoint   {url}/v1   (model: kimi-k3)")
     say(f"dashboard  {dashboard}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from k3ray.cli.narrate import Narrator, without_ray_chatter
+from k3ray.cli.narrate import Narrator
 from k3ray.cli.supernode_args import home_from_environment
 from k3ray.clock import Deadline
 
@@ -16,18 +16,19 @@ if TYPE_CHECKING:
 
 
 def scale(
-    groups: Annotated[int | None, typer.Option(help="expert groups from now on")] = None,
-    stacks: Annotated[int | None, typer.Option(help="attention stacks from now on")] = None,
+    groups: Annotated[int | None, typer.Option(min=1, help="expert groups from now on")] = None,
+    stacks: Annotated[int | None, typer.Option(min=1, help="attention stacks from now on")] = None,
 ) -> None:
     """Start or end expert groups and attention stacks. Open requests go on with the same tokens;
     experts move as little as an even share allows; a change that fails is taken back."""
-    from k3ray.actors.supernode import connect
-
     if groups is None and stacks is None:
         raise typer.BadParameter("say what to change: --groups N, --stacks N, or both")
     wanted = ", ".join(f"{n} {what}" for n, what in ((groups, "groups"), (stacks, "stacks")) if n)
     narrator = Narrator()
-    with without_ray_chatter(), narrator.phase(f"scaling to {wanted}"):
+    left = "the change goes on; `k3ray status --json` has it under `scaling`"
+    with narrator.interruptible(left), narrator.phase(f"scaling to {wanted}"):
+        from k3ray.actors.supernode import connect
+
         supernode = connect(home_from_environment())
         asked = supernode.call("scale", groups, stacks)
         deadlines = supernode.call("spec").deadlines
@@ -47,7 +48,7 @@ def scale(
 
 def _until_done(supernode: Supernode, deadline: Deadline) -> dict[str, Any]:
     while True:
-        scaling: dict[str, Any] = supernode.call("status")["scaling"]
+        scaling: dict[str, Any] = supernode.poll_status(deadline)["scaling"]
         if not scaling["under_way"]:
             return scaling
         deadline.check()

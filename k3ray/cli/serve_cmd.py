@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from k3ray.cli.narrate import Narrator, without_ray_chatter
+from k3ray.cli.narrate import Narrator
 from k3ray.cli.supernode_args import home_from_environment, read_cluster, read_spec
 from k3ray.weights.checkpoint import Checkpoint
 
@@ -30,16 +30,19 @@ def serve(
         Checkpoint.open(checkpoint)  # refused here, before anything is started
     home, local, narrator = home_from_environment(), read_cluster(cluster), Narrator()
     chosen = [*(overrides or []), *([f"checkpoint={checkpoint.absolute()}"] if checkpoint else [])]
-    with without_ray_chatter():  # around the imports too: Serve's log takes its stream there
-        from k3ray.actors.supernode import connect, ensure_up, is_up
-        from k3ray.serve.app import deploy
-
-        by_its_own_spec = config is None and preset is None and not chosen and is_up(home)
+    left = "`k3ray serve` goes on from here, `k3ray down` ends everything"
+    with narrator.interruptible(left):
         with narrator.phase("bringing the supernode up"):
-            if by_its_own_spec:
+            from k3ray.actors.supernode import connect, ensure_up, is_up
+            from k3ray.serve.app import check_port_free, deploy
+
+            up = is_up(home)
+            if up and config is None and preset is None and not chosen:
                 supernode = connect(home)
             else:
                 spec = read_spec(config, chosen, preset)
+                if not up:  # a refused port is said now, not after the start
+                    check_port_free(spec.endpoint.host, port or spec.endpoint.port)
                 supernode = ensure_up(spec, home, local, say=narrator.say)
         with narrator.phase("deploying the endpoint"):
             url = deploy(supernode, port=port)

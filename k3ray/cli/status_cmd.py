@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+import time
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from k3ray.cli.supernode_args import home_from_environment
+
+if TYPE_CHECKING:
+    from k3ray.actors.supernode import Supernode
+
+MAX_VALUE_CHARS = 60
 
 
 def status(
@@ -16,12 +22,24 @@ def status(
     """Show the running supernode."""
     from k3ray.actors.supernode import connect
 
-    document = connect(home_from_environment()).call("status")
+    supernode = connect(home_from_environment())
+    document = supernode.call("status")
     if as_json:
         typer.echo(json.dumps(document, indent=2))
         return
-    for line in render(document):
+    for line in (*places(supernode, document), *render(document)):
         typer.echo(line)
+
+
+def places(supernode: Supernode, document: dict[str, Any]) -> list[str]:
+    """Where things are: home, Ray's dashboard (jobs go there too), endpoint."""
+    urls = [str(a["endpoint"]) for a in document["actors"] if "endpoint" in a]
+    endpoint = f"{urls[-1]}/v1 (page {urls[-1]}/ui)" if urls else "none yet: `k3ray serve`"
+    return [
+        f"home       {supernode.home.root}",
+        f"dashboard  {supernode.info.dashboard_url} (`ray job submit --address` takes it too)",
+        f"endpoint   {endpoint}",
+    ]
 
 
 def render(document: dict[str, Any]) -> list[str]:
@@ -41,5 +59,16 @@ def render(document: dict[str, Any]) -> list[str]:
             f"{actor['state']:9} {actor['node'] or '-':16} {f'{held} experts' if held else ''}"
         )
     for decision in document.get("decisions", [])[-5:]:
-        lines.append(f"decided: {decision['command']} because {decision['reason']}")
+        lines.append(_decision(decision))
     return lines
+
+
+def _decision(decision: dict[str, Any]) -> str:
+    """When, what, about what, why; long values (a whole plan) are left to `--json`."""
+    at = time.strftime("%H:%M:%S", time.localtime(decision["time"]))
+    about = " ".join(
+        f"{key}={value}"
+        for key, value in decision.items()
+        if key not in ("time", "command", "reason") and len(value) <= MAX_VALUE_CHARS
+    )
+    return f"decided {at}: {decision['command']} {about} because {decision['reason']}"

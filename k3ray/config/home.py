@@ -37,6 +37,11 @@ class Home:
         return self.root / "lock"
 
     @property
+    def serve_lock_file(self) -> Path:
+        """Held while the endpoint is deployed."""
+        return self.root / "serve.lock"
+
+    @property
     def journal_file(self) -> Path:
         """The controller's append-only journal."""
         return self.root / "journal" / "journal.jsonl"

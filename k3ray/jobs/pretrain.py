@@ -152,7 +152,7 @@ def _followed(path: Path, say: Say) -> Iterator[None]:
 
 
 def _follow(path: Path, start: int, say: Say, over: threading.Event) -> None:
-    began_s = said_s = time.monotonic()
+    heard_s = said_s = time.monotonic()
     position, rest = start, ""
     ended = False
     while not ended:
@@ -167,10 +167,11 @@ def _follow(path: Path, start: int, say: Say, over: threading.Event) -> None:
             say(line)
         now_s = time.monotonic()
         if lines:
-            said_s = now_s
+            heard_s = said_s = now_s
         elif now_s - said_s >= _QUIET_S:
             said_s = now_s
-            say(f"waiting for the train worker ({now_s - began_s:.0f} s)")
+            waiting = "no line from" if position > start else "waiting for"
+            say(f"{waiting} the train worker ({now_s - heard_s:.0f} s)")
 
 
 def _job_name() -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from k3ray.serve.api_errors import error_reply
 from k3ray.serve.api_responses import stream_chunk, usage_chunk, usage_of, whole_answer
 from k3ray.serve.pieces import EventId
-from k3ray.serve.service import Answer
+from k3ray.serve.service import Answer, body_mark, wrong_event
 from k3ray.serve.sse import KEEP_ALIVE, frame
 
 _log = logging.getLogger(__name__)
@@ -25,8 +25,8 @@ async def stream_frames(answer: Answer, *, keep_alive_s: float) -> AsyncIterator
         for choice, count in zip(run.choices, counts, strict=True)
     ]
     position = EventId(
-        seed=answer.entry.seed, version=envelope.version, counts=tuple(counts),
-        usage_sent=answer.usage_sent,
+        body=body_mark(answer.entry.digest), seed=answer.entry.seed, version=envelope.version,
+        counts=tuple(counts), usage_sent=answer.usage_sent,
     )  # fmt: skip
     try:
         async for item in run.read(counts, idle_s=keep_alive_s):
@@ -42,6 +42,10 @@ async def stream_frames(answer: Answer, *, keep_alive_s: float) -> AsyncIterator
     except Exception as error:
         _log.warning("event=stream.failed run=%s error=%s", run.run_id, type(error).__name__)
         yield frame(dict(error_reply(error).body), event_id=str(position))
+        return
+    if any(count > len(c.pieces) for count, c in zip(counts, run.choices, strict=True)):
+        refusal = wrong_event("past the end of the answer")
+        yield frame(dict(error_reply(refusal).body), event_id=str(position))
         return
     position = replace(position, usage_sent=True)
     if envelope.call.include_usage and not answer.usage_sent:

@@ -52,10 +52,15 @@ def error_reply(error: BaseException) -> ErrorReply:
     if isinstance(error, BadRequestError):
         return _bad_request(error)
     status = _status(error)
-    kind = "rate_limit_error" if status == 429 else "server_error"
+    kind = "rate_limit_error" if status == 429 else error_type(status)
     body = error_body(str(error), kind=kind, param=None, code=error.code)
     headers = {"Retry-After": _retry_after(error)} if status in (429, 503) else {}
     return ErrorReply(status=status, body=body, headers=headers)
+
+
+def error_type(status: int) -> str:
+    """OpenAI's `type` of an error with this HTTP status."""
+    return "invalid_request_error" if status < 500 else "server_error"
 
 
 def _bad_request(error: BadRequestError) -> ErrorReply:

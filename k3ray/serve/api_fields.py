@@ -163,14 +163,14 @@ def read_body(kind: type[BodyT], document: Mapping[str, Any]) -> BodyT:
 
 def _complaint(kind: type[SamplingBody], error: ValidationError) -> BadRequestError:
     first = error.errors(include_url=False)[0]
-    param = str(first["loc"][0]) if first["loc"] else "body"
     place = ".".join(str(part) for part in first["loc"])
     value = first.get("input")
     match first["type"]:
         case "missing":
             return bad_field(place, "is required")
         case "extra_forbidden":
-            near = difflib.get_close_matches(param, kind.model_fields, n=1)
+            known = kind.model_fields if len(first["loc"]) == 1 else StreamOptions.model_fields
+            near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
             return bad_field(
                 place,
                 "is not a known field",

@@ -84,7 +84,7 @@ def _effort(value: object, place: str) -> Effort | None:
     if value is None:
         return None
     if value not in tuple(_SERVED):
-        known = ", ".join(_SERVED)
+        known = ", ".join((*(("none",) if place == "reasoning_effort" else ()), *_SERVED))
         raise bad_field(place, f"{shown(value)} is not served", remedy=f"use one of {known}")
     return Effort(str(value))
 

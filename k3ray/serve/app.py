@@ -1,7 +1,8 @@
 """Deploying the endpoint: from a supernode's spec to a URL that answers, and away again.
 
-Driver side. `deploy` is idempotent: a running endpoint on the same port is updated in place.
-Only Serve's own proxy listens, on the spec's host; the port is checked before anything starts.
+Driver side. `deploy` is idempotent: an endpoint that runs is left alone, one that somebody began to
+deploy and did not see ready (an interrupted `k3ray serve`) is waited for. Only Serve's own proxy
+listens, on the spec's host; the port is checked before anything starts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import httpx
 from ray import serve
 from ray.serve.config import HTTPOptions
 
-from k3ray.actors.supernode import Supernode
+from k3ray.actors.supernode import Supernode, locked
 from k3ray.clock import Deadline
 from k3ray.config.resolve import resolve_model, resolve_tokenizer
 from k3ray.config.supernode import SupernodeSpec
@@ -42,11 +43,19 @@ def deploy(supernode: Supernode, *, port: int | None = None) -> str:
     Raises:
         PortInUseError: somebody else listens there.
         SupernodeError: the endpoint already runs on another port.
-        DeadlineError: it did not become ready in time.
+        DeadlineError: it did not become ready in time, or another deployment takes too long.
     """
+    home = supernode.home
+    with locked(home, home.serve_lock_file, what="k3ray serve"):
+        return _deploy(supernode, port)
+
+
+def _deploy(supernode: Supernode, port: int | None) -> str:
     spec: SupernodeSpec = supernode.call("spec")
     wanted = spec.endpoint.port if port is None else port
-    running = _running_url(supernode)
+    running = _running_url(supernode, limit_s=spec.deadlines.start_s)
+    if running is None and serve.status().proxies:
+        undeploy()  # what an interrupted deployment left: its proxy listens, no ingress came
     url = running if running and port is None else f"http://{spec.endpoint.host}:{wanted}"
     if running is None:
         check_port_free(spec.endpoint.host, wanted)
@@ -152,10 +161,23 @@ def wait_ready(url: str, *, limit_s: float) -> None:
             time.sleep(0.1)
 
 
-def _running_url(supernode: Supernode) -> str | None:
-    """Where our endpoint runs now, by the ingress that registered last."""
-    if APP_NAME not in serve.status().applications:
-        return None
-    actors: list[dict[str, Any]] = supernode.call("status", limit_s=30.0)["actors"]
-    known = [a["endpoint"] for a in actors if a["role"] == str(Role.INGRESS)]
-    return str(known[-1]) if known else None
+def _running_url(supernode: Supernode, *, limit_s: float) -> str | None:
+    """Where our endpoint runs now, by the ingress that registered last.
+
+    An application without an ingress is being deployed (or its ingress replaced): Serve goes on by
+    itself, so the ingress is waited for, `limit_s` at most.
+    """
+    deadline_s = time.monotonic() + limit_s
+    while APP_NAME in serve.status().applications:
+        known = ingress_urls(supernode.call("status", limit_s=30.0))
+        if known:
+            return known[-1]
+        if time.monotonic() >= deadline_s:
+            return None
+        time.sleep(0.5)
+    return None
+
+
+def ingress_urls(status: dict[str, Any]) -> list[str]:
+    """Base URLs of the ingresses in a status document, the newest last."""
+    return [str(a["endpoint"]) for a in status["actors"] if a["role"] == str(Role.INGRESS)]

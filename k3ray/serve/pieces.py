@@ -58,12 +58,14 @@ class EventId:
     """The `id` of an SSE event: all that is needed to go on after it, at any ingress.
 
     Args:
+        body: First digits of the digest of the request's body.
         seed: The run's sampling seed.
         version: The weight version that it is pinned to.
         counts: Pieces sent so far, per choice, this event included.
         usage_sent: Whether the usage event (or the end) has been sent.
     """
 
+    body: str
     seed: int
     version: str
     counts: tuple[int, ...]
@@ -71,7 +73,7 @@ class EventId:
 
     def __str__(self) -> str:
         counts = "-".join(str(count) for count in self.counts)
-        return f"{self.seed:x}~{self.version}~{counts}~{int(self.usage_sent)}"
+        return f"{self.body}~{self.seed:x}~{self.version}~{counts}~{int(self.usage_sent)}"
 
     @staticmethod
     def parse(text: str) -> EventId:
@@ -88,6 +90,7 @@ class EventId:
                 param="last-event-id",
             )
         return EventId(
+            body=match["body"],
             seed=int(match["seed"], 16),
             version=match["version"],
             counts=tuple(int(count) for count in match["counts"].split("-")),
@@ -96,6 +99,6 @@ class EventId:
 
 
 _EVENT_ID = re.compile(
-    r"(?P<seed>[0-9a-f]{1,16})~(?P<version>[a-z0-9._@-]{1,120})"
+    r"(?P<body>[0-9a-f]{8})~(?P<seed>[0-9a-f]{1,16})~(?P<version>[a-z0-9._@-]{1,120})"
     r"~(?P<counts>\d{1,8}(?:-\d{1,8}){0,127})~(?P<usage>[01])"
 )

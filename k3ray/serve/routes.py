@@ -27,7 +27,7 @@ from k3ray.errors import BadRequestError, CapacityError, K3RayError, UnknownMode
 from k3ray.serve import scaling
 from k3ray.serve.answers import collect, stream_frames
 from k3ray.serve.api import Call, parse_chat, parse_completion
-from k3ray.serve.api_errors import error_body, error_reply
+from k3ray.serve.api_errors import error_body, error_reply, error_type
 from k3ray.serve.api_responses import model_object
 from k3ray.serve.health import Health
 from k3ray.serve.metrics_page import metrics_page
@@ -36,7 +36,7 @@ from k3ray.serve.run_table import RunKey
 from k3ray.serve.service import Answer, Service
 from k3ray.serve.sse import EventStream, unless_disconnected
 from k3ray.serve.web_page import page_response
-from k3ray.text.strict_json import MAX_BODY_BYTES
+from k3ray.text.strict_json import MAX_BODY_BYTES, shown
 
 _REQUEST_ID = re.compile(r"[!-~]{1,200}")
 _CLIENT_GONE = 499
@@ -163,7 +163,7 @@ def _add_page(app: FastAPI, service: Service, health: Health, web_dir: Path) -> 
 def _add_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> JSONResponse:
-        kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+        kind = error_type(error.status_code)
         body = error_body(str(error.detail), kind=kind, param=None, code=None)
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
@@ -224,6 +224,12 @@ def _refuse(service: Service, error: Exception) -> JSONResponse:
 
 
 async def _read_body(request: Request) -> bytes:
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise BadRequestError(
+            f"content-encoding: {shown(encoding)} is not taken", remedy="send plain JSON",
+            param="content-encoding", code="unsupported_content_encoding", status=415,
+        )  # fmt: skip
     body = bytearray()
     async for chunk in request.stream():
         body += chunk

@@ -115,6 +115,8 @@ class Service:
             StaleVersionError: the version to continue with is no longer live.
             K3RayError: no stack was ready in time.
         """
+        if last_event is not None and last_event.body != body_mark(call.digest):
+            raise wrong_event("of a request with another body")
         entry = self._table.find(key, call.digest)
         if entry is None:
             entry = await self._new_entry(call, key, last_event)
@@ -127,7 +129,7 @@ class Service:
             raise
         if last_event is not None and last_event.version != entry.run.version:
             self.leave_run(entry.run)
-            raise _wrong_event("of another weight version")
+            raise wrong_event("of another weight version")
         self.counters.requests_total += 1
         assert entry.run.version is not None
         return Answer(
@@ -247,11 +249,17 @@ def _check_position(entry: Entry, last_event: EventId | None) -> tuple[int, ...]
     if last_event is None:
         return (0,) * num_choices
     if last_event.seed != entry.seed or len(last_event.counts) != num_choices:
-        raise _wrong_event("of another request")
+        raise wrong_event("of another request")
     return last_event.counts
 
 
-def _wrong_event(what: str) -> BadRequestError:
+def body_mark(digest: str) -> str:
+    """What an event id holds of the request's body."""
+    return digest[:8]
+
+
+def wrong_event(what: str) -> BadRequestError:
+    """The error of a `last-event-id` that does not belong to this request."""
     return BadRequestError(
         f"last-event-id: {what}",
         remedy="send the id of the last event of the same request, with the same body",

@@ -11,11 +11,18 @@ from typing import Any
 
 from k3ray.text.chat import ChatMessage, ResponseFormat, ToolCall, ToolChoice
 from k3ray.text.strict_json import bad_field, json_kind, parse_arguments, shown
+from k3ray.text.tool_reader import (
+    check_schema,
+    function_of,
+    object_at,
+    read_name,
+    read_tool,
+    text_at,
+)
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_CALLS = 128
-MAX_NAME_CHARS = 256
 
 _COMMON = {"role", "content", "name"}
 _ONLY_NULL = ("refusal", "annotations", "audio", "function_call")
@@ -47,9 +54,15 @@ def read_tools(value: Any, place: str = "tools") -> tuple[Mapping[str, Any], ...
     """Check `tools`; None and an empty array are no tools.
 
     Raises:
-        BadRequestError: a tool that is no function with a name.
+        BadRequestError: a tool that is no function with a name of its own and a schema, or one
+            that asks for constrained decoding (`strict: true`).
     """
-    return _items([] if value is None else value, place, MAX_TOOLS, _tool)
+    tools = _items([] if value is None else value, place, MAX_TOOLS, read_tool)
+    names = [tool["function"]["name"] for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise bad_field(f"{place}[{index}].function.name", f"{shown(name)} is there twice")
+    return tools
 
 
 def read_tool_choice(value: Any) -> ToolChoice | None:
@@ -93,14 +106,15 @@ def read_response_format(value: Any) -> ResponseFormat | None:
 
 def _schema(value: Any) -> ResponseFormat:
     place = "response_format.json_schema"
-    if not isinstance(value, dict) or not isinstance(value.get("schema"), dict):
+    if not isinstance(value, dict) or value.get("schema") is None:
         raise bad_field(place, "must be an object that holds a `schema`")
+    schema = check_schema(value["schema"], f"{place}.schema")
     if value.get("strict"):
         raise bad_field(
             f"{place}.strict", "answers are not held to a schema here, it is only asked for",
             remedy="send strict: false and check the answer",
         )  # fmt: skip
-    return ResponseFormat(schema=value["schema"])
+    return ResponseFormat(schema=schema)
 
 
 def _items(
@@ -114,7 +128,7 @@ def _items(
 
 
 def _message(value: Any, place: str) -> ChatMessage:
-    fields = _object(value, place)
+    fields = object_at(value, place)
     role = fields.get("role")
     if not isinstance(role, str) or role not in _KEYS:
         problem = f"{shown(role)} is not one of {', '.join(_KEYS)}"
@@ -124,17 +138,17 @@ def _message(value: Any, place: str) -> ChatMessage:
             raise bad_field(f"{place}.{key}", f"is not a field of a message with role {role!r}")
         if key in _ONLY_NULL and found not in (None, []):
             raise bad_field(f"{place}.{key}", "is not supported; leave it out")
-    name = _text(fields, "name", place)
+    name = text_at(fields, "name", place)
     message = ChatMessage(
         role="system" if role == "developer" else role,
         content=_content(fields, place),
         name=name,
-        reasoning=_text(fields, "reasoning_content", place) or "",
+        reasoning=text_at(fields, "reasoning_content", place) or "",
         tool_calls=_items(fields.get("tool_calls") or [], f"{place}.tool_calls", MAX_CALLS, _call),
         partial=_flag(fields, "partial", place),
         tools=read_tools(fields.get("tools"), f"{place}.tools"),
-        tool=_text(fields, "tool", place) or (name if role == "tool" else None),
-        answers=_text(fields, "tool_call_id", place),
+        tool=text_at(fields, "tool", place) or (name if role == "tool" else None),
+        answers=text_at(fields, "tool_call_id", place),
     )  # fmt: skip
     if message.tools and any(message.content):
         raise bad_field(f"{place}.content", "must be empty beside `tools`")
@@ -162,7 +176,7 @@ def _content(fields: Mapping[str, Any], place: str) -> tuple[str, ...]:
 
 
 def _part(value: Any, place: str) -> str:
-    kind = _object(value, place).get("type")
+    kind = object_at(value, place).get("type")
     if kind in _IMAGES:
         raise bad_field(
             f"{place}.type", f"{shown(kind)}: this model computes text only",
@@ -177,53 +191,15 @@ def _part(value: Any, place: str) -> str:
 
 
 def _call(value: Any, place: str) -> ToolCall:
-    function = _function(value, place)
-    name = _name(function, f"{place}.function")
+    function = function_of(value, place)
+    name = read_name(function, f"{place}.function")
     arguments = function.get("arguments")
     place_of = f"{place}.function.arguments"
     if arguments is not None and not isinstance(arguments, str | dict):
         raise bad_field(place_of, f"must be a string of JSON, not {json_kind(arguments)}")
     if not isinstance(arguments, dict):
         arguments = parse_arguments(arguments or "", place_of)
-    return ToolCall(tool=name, arguments=arguments, call_id=_text(value, "id", place))
-
-
-def _tool(value: Any, place: str) -> Mapping[str, Any]:
-    function = _function(value, place)
-    _name(function, f"{place}.function")
-    parameters = function.get("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise bad_field(
-            f"{place}.function.parameters", f"must be a JSON schema, not {json_kind(parameters)}"
-        )
-    tool: Mapping[str, Any] = value
-    return tool
-
-
-def _function(value: Any, place: str) -> Mapping[str, Any]:
-    if _object(value, place).get("type", "function") != "function":
-        raise bad_field(f"{place}.type", f'must be "function", not {shown(value["type"])}')
-    return _object(value.get("function"), f"{place}.function")
-
-
-def _name(fields: Mapping[str, Any], place: str) -> str:
-    name = _text(fields, "name", place)
-    if not name or len(name) > MAX_NAME_CHARS:
-        raise bad_field(f"{place}.name", f"must have 1 to {MAX_NAME_CHARS} characters")
-    return name
-
-
-def _object(value: Any, place: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise bad_field(place, f"must be an object, not {json_kind(value)}")
-    return value
-
-
-def _text(fields: Mapping[str, Any], key: str, place: str) -> str | None:
-    found = fields.get(key)
-    if found is not None and not isinstance(found, str):
-        raise bad_field(f"{place}.{key}", f"must be a string, not {json_kind(found)}")
-    return found
+    return ToolCall(tool=name, arguments=arguments, call_id=text_at(value, "id", place))
 
 
 def _flag(fields: Mapping[str, Any], key: str, place: str) -> bool:

@@ -123,6 +123,7 @@ class ConsoleProgress:
         """See `Observer`."""
         facts = " ".join(f"{name}={_short(value)}" for name, value in fields.items())
         with self._lock:
+            self._text = f"after {event}"
             self._print(f"{event} {facts}")
 
     def close(self) -> None:

@@ -21,7 +21,8 @@ HEALTHY = Facts(
     spec=SupernodeSpec(preset="k3-tiny"), cluster=LocalClusterConfig(), python=(3, 11, 7),
     required=("ray", "torch"), installed={"ray": "2.60.0", "torch": "2.13.0+cpu", "kernels": None},
     pins={"ray": "2.60.0", "torch": "2.13.0"}, auth_mode=None, auth_token_file=None,
-    busy_ports=frozenset(), cluster_running=False, disk_path="/data", disk_free_bytes=50 * GIB,
+    busy_ports=frozenset(), cluster_running=False, home="/data/home",
+    disk_path="/data", disk_free_bytes=50 * GIB,
     memory_available_bytes=20 * GIB, shm_free_bytes=8 * GIB, open_files=65536,
     chromium="/usr/bin/chromium", dead_dirs=(), stray_processes=(),
 )  # fmt: skip
@@ -32,8 +33,8 @@ def test_a_healthy_machine_is_all_ok() -> None:
     assert {finding.level for finding in findings} == {Level.OK}
     names = {finding.name for finding in findings}
     assert names == {
-        "python", "packages", "ray auth", "ports", "disk", "memory", "shm", "files", "chromium",
-        "leftovers",
+        "python", "packages", "home", "ray auth", "ports", "disk", "memory", "shm", "files",
+        "chromium", "leftovers",
     }  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def test_a_healthy_machine_is_all_ok() -> None:
          "packages", "pip uninstall kernels"),
         ({"auth_token_file": "/h/.ray/auth_token"}, Level.WARN, "ray auth", "export RAY_AUTH_MODE"),
         ({"busy_ports": frozenset({8000})}, Level.FAIL, "ports", "8000 (endpoint) is taken"),
-        ({"busy_ports": frozenset({8265})}, Level.WARN, "ports", "8265"),
+        ({"busy_ports": frozenset({8265})}, Level.INFO, "ports", "8265"),
         ({"disk_free_bytes": GIB}, Level.FAIL, "disk", "K3RAY_HOME"),
         ({"memory_available_bytes": GIB // 2}, Level.FAIL, "memory", "offer more memory"),
         ({"shm_free_bytes": 2**26}, Level.WARN, "shm", "--shm-size"),

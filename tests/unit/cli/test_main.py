@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -129,6 +131,47 @@ def test_errors_are_one_line_with_status_2(
     assert lines[0].startswith("error[config_error]: ")
     assert message in lines[0]
     assert " -> " in lines[0]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--hbm-gib", "inf"], ["--hbm-gib", "1e308"], ["--host-gib", "inf"],
+        ["--accelerators", "1000000000000000"],
+    ],
+)  # fmt: skip
+def test_a_plan_for_no_real_machine_is_a_usage_error(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *option])
+    assert ended.value.code == 2
+    assert option[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("home", ["/proc/nope", "/etc/passwd", "/etc/passwd/below"])
+@pytest.mark.parametrize("command", ["up", "serve", "down"])
+def test_a_home_that_cannot_be_used_is_a_typed_error(
+    home: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("K3RAY_HOME", home)
+    assert main([command]) == 2
+    assert f"error[supernode]: the home {home} cannot be used" in capsys.readouterr().err
+
+
+def test_sigterm_ends_a_command_with_its_status_and_a_word(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ended_meanwhile(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10.0)
+
+    monkeypatch.setenv("K3RAY_HOME", str(tmp_path))
+    monkeypatch.setattr("k3ray.actors.supernode.ensure_up", ended_meanwhile)
+    with pytest.raises(SystemExit) as ended:
+        main(["up", "--preset", "k3-tiny"])
+    assert ended.value.code == 143
+    assert "interrupted: `k3ray status` says what is up" in capsys.readouterr().out
 
 
 def test_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

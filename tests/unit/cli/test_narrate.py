@@ -32,7 +32,7 @@ def test_silence_is_broken_within_five_seconds(capsys: pytest.CaptureFixture[str
     assert SILENCE_S < 5.0
     with Narrator().phase("waiting"):
         time.sleep(SILENCE_S + 0.8)
-    assert "... waiting (" in capsys.readouterr().out
+    assert "... 4 s so far" in capsys.readouterr().out
 
 
 def test_a_failed_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

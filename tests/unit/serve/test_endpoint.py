@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -278,9 +279,29 @@ def test_a_foreign_event_id_is_refused(endpoint: Endpoint) -> None:
         ({"last-event-id": "nonsense"}, BODY),
         ({"last-event-id": first}, {**BODY, "seed": 99}),
         ({"last-event-id": first}, {**BODY, "n": 2}),
+        ({"last-event-id": first}, {**BODY, "prompt": "something else"}),
     ):
         answer = httpx.post(f"{endpoint.url}/v1/completions", json=body, headers=headers)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "last-event-id")
+
+
+@pytest.mark.parametrize("request_id", ["a", "unknown"])
+def test_an_event_id_past_the_end_is_an_error_and_no_answer(
+    endpoint: Endpoint, request_id: str
+) -> None:
+    (first, _), *_ = sse(endpoint.url, BODY, {"x-request-id": "a"})
+    body, seed, version, _, usage = first.split("~")
+    beyond = "~".join((body, seed, version, "9999", usage))
+    events = sse(endpoint.url, BODY, {"x-request-id": request_id, "last-event-id": beyond})
+    assert [data["error"]["param"] for _, data in events] == ["last-event-id"]
+
+
+def test_a_compressed_body_is_refused_by_name(endpoint: Endpoint) -> None:
+    answer = httpx.post(
+        f"{endpoint.url}/v1/completions", content=gzip.compress(json.dumps(BODY).encode()),
+        headers={"content-encoding": "gzip"},
+    )  # fmt: skip
+    assert (answer.status_code, answer.json()["error"]["param"]) == (415, "content-encoding")
 
 
 def test_a_client_that_leaves_stops_its_request_and_may_come_back(

@@ -106,11 +106,38 @@ def test_an_answer_can_be_sent_back_as_it_came() -> None:
     assert message.tool_calls == (ToolCall(tool="f", arguments={"k": 1}, call_id="a"),)
 
 
+@pytest.mark.parametrize(
+    ("function", "place"),
+    [
+        ({"strict": True}, "strict"),
+        ({"strict": "yes"}, "strict"),
+        ({"description": 3}, "description"),
+        ({"name": "two words"}, "name"),
+        ({"parameters": []}, "parameters"),
+        ({"parameters": {"type": "array"}}, "parameters.type"),
+        ({"parameters": {"type": "objekt"}}, "parameters.type"),
+        ({"parameters": {"properties": []}}, "parameters.properties"),
+        ({"parameters": {"properties": {"a": {"type": 3}}}}, "parameters.properties.a.type"),
+        ({"parameters": {"required": "a"}}, "parameters.required"),
+    ],
+)
+def test_bad_tools_name_the_place(function: dict[str, Any], place: str) -> None:
+    with pytest.raises(BadRequestError) as refused:
+        read_tools([{"type": "function", "function": {"name": "f", **function}}])
+    assert refused.value.fields["param"] == f"tools[0].function.{place}"
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    with pytest.raises(BadRequestError, match=r"tools\[1\].function.name"):
+        read_tools([tool, tool])
+
+
 def test_bounds_and_formats() -> None:
-    tool = {"type": "function", "function": {"name": "f"}}
-    assert len(read_tools([tool] * 128)) == 128
+    tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(129)]
+    assert len(read_tools(tools[:128])) == 128
     with pytest.raises(BadRequestError, match="0 to 128"):
-        read_tools([tool] * 129)
+        read_tools(tools)
     with pytest.raises(BadRequestError, match="an object"):
         read_response_format("json_object")
     assert read_response_format({"type": "text"}) is None
