@@ -12,6 +12,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -74,7 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status (typer itself exits by `SystemExit`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((text for text in arguments if not text.startswith("-")), None)
-    before = signal.signal(signal.SIGTERM, _terminated)
+    terminated = threading.Event()
+
+    def terminate(*_: object) -> NoReturn:
+        terminated.set()
+        raise SystemExit(EXIT_TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         with without_ray_chatter():  # around the import too: Serve's log takes its stream there
             build_app(chosen)(args=arguments, prog_name="k3ray")
@@ -83,6 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         typer.echo(error_text(error), err=True)
         return EXIT_ERROR
+    except SystemExit:
+        if terminated.is_set():  # Ray turns an exit inside its calls into one with status 1
+            raise SystemExit(EXIT_TERMINATED) from None
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0
@@ -126,10 +137,6 @@ def _load(target: str) -> Callable[..., Any] | typer.Typer:
     module, _, attribute = target.partition(":")
     found: Callable[..., Any] | typer.Typer = getattr(importlib.import_module(module), attribute)
     return found
-
-
-def _terminated(*_: object) -> NoReturn:
-    raise SystemExit(EXIT_TERMINATED)
 
 
 def _root() -> None:
