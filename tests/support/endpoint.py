@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import httpx
 import uvicorn
 
 from k3ray.serve.generation import GenerationLimits
@@ -81,3 +83,24 @@ def running_endpoint(router: StackRouter, **fields: Any) -> Iterator[Endpoint]:
         yield endpoint
     finally:
         endpoint.stop()
+
+
+def sse(url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> list[Any]:
+    """(id, parsed data) of every event."""
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json={**body, "stream": True}, headers=headers, timeout=20
+    ) as response:
+        response.read()
+        assert response.status_code == 200, response.text
+    events = []
+    for block in response.text.split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in block.split("\n") if line[:1] not in ("", ":"))
+        if not lines:
+            continue
+        data = lines["data"]
+        events.append((lines["id"], data if data == "[DONE]" else json.loads(data)))
+    return events
+
+
+def text_of(events: list[Any]) -> str:
+    return "".join(d["choices"][0]["text"] for _, d in events if d != "[DONE]" and d["choices"])
