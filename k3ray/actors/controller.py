@@ -103,7 +103,7 @@ class ControllerCore(TrainingMethods):
             self._supervisor, self._training, self._cluster, self._clients, self._store
         )
         for version, reason in missing_versions(self._spec, self._store, self._ledger).items():
-            self._supervisor.retire_version(version, reason)
+            self._supervisor.versions.retire(version, reason)
         loop.spawn(self._boot(loop))
         self._runner = asyncio.get_running_loop().create_task(loop.run())
         self._runner.add_done_callback(_end_with_the_loop)
@@ -115,7 +115,7 @@ class ControllerCore(TrainingMethods):
             version = await asyncio.to_thread(
                 first_version, self._spec, self._text, self._store, self._ledger
             )
-            self._supervisor.commit_version(version, monotonic())
+            self._supervisor.versions.commit(version, monotonic())
         except K3RayError as error:
             loop.failure = str(error)
         loop.notify()
@@ -182,29 +182,6 @@ class ControllerCore(TrainingMethods):
             }
             for stack in serving_stacks(self._supervisor.spec, self._running.view())
         ]
-
-    async def latest_version(self, line: str | None = None) -> str:
-        """Latest live version of a line (default: the supernode's).
-
-        Raises:
-            StaleVersionError: it has none.
-        """
-        return self._supervisor.latest(line or self._spec.line)
-
-    async def pin(self, version: str | None, request_id: str) -> str:
-        """Keep a version (None: the latest) alive for a request; returns the version.
-
-        Raises:
-            StaleVersionError: it is not live.
-        """
-        chosen = version or self._supervisor.latest(self._spec.line)
-        self._supervisor.pin(chosen, request_id, monotonic())
-        return chosen
-
-    async def unpin(self, request_id: str) -> None:
-        """The request is over; unknown ones are fine."""
-        self._supervisor.unpin(request_id)
-        self._running.notify()
 
     async def scale(self, groups: int | None, stacks: int | None) -> dict[str, Any]:
         """Have another number of expert groups or attention stacks (None: as many as now); requests

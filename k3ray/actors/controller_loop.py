@@ -251,13 +251,13 @@ class ControlLoop:
             case SwitchPlan():
                 self.supervisor.switch_plan(command.peers, command.layout, monotonic())
             case ActivateVersion():
-                self.supervisor.activate_version(command.version)
+                self.supervisor.versions.activate(command.version)
             case RetireVersion():
                 self._retire(command)
             case ExpireLease():
                 self.training.end(command.lease_id, command.reason)
             case ExpirePin():
-                self.supervisor.unpin(command.request_id)
+                self.supervisor.versions.unpin(command.request_id)
             case AbortAttempt():
                 self.training.abort(command.line, command.reason)
             case WaitForPins():
@@ -267,8 +267,8 @@ class ControlLoop:
 
     def _retire(self, command: RetireVersion) -> None:
         facts = self.supervisor.ledger.state.versions[command.version]
-        self.supervisor.retire_version(command.version, command.reason)
-        if command.failed:
+        self.supervisor.versions.retire(command.version, command.reason)
+        if command.failed and not facts.restored:
             self._store.delete(facts.line, command.version)
 
     def _operate(self, order: Order) -> None:

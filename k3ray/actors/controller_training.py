@@ -8,37 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import JsonValue
 
-from k3ray.actors.controller_loop import ControlLoop
+from k3ray.actors.controller_versions import VersionMethods
 from k3ray.clock import Deadline, monotonic
-from k3ray.config.supernode import SupernodeSpec
-from k3ray.control.commands import WaitForPins
 from k3ray.control.leases import Lease, LeaseRequest
-from k3ray.control.ledger import Ledger
 from k3ray.control.loss_history import with_history
-from k3ray.control.supervisor import Supervisor
 from k3ray.control.training import TrainingLedger
-from k3ray.control.versions import admit_publish, publish_refused
-from k3ray.errors import StaleVersionError
 from k3ray.weights.manifest import EntryKind, Meta, ShardInfo
-from k3ray.weights.store import StagedEntry, WeightStore
+from k3ray.weights.store import StagedEntry
 
 NUM_CHECKPOINTS_KEPT = 2
 
 
-class TrainingMethods(ABC):
+class TrainingMethods(VersionMethods):
     """Mixed into the controller, which sets the attributes."""
 
-    _spec: SupernodeSpec
-    _model_digest: str
-    _store: WeightStore
-    _ledger: Ledger
-    _supervisor: Supervisor
     _training: TrainingLedger
     _metrics: dict[str, dict[str, Any]]
 
@@ -97,19 +85,7 @@ class TrainingMethods(ABC):
             CapacityError: pins did not end in time; names them and their ages.
         """
         self._training.require(lease_id, line)
-        limit_s = self._spec.deadlines.prepare_s
-        deadline = Deadline.after(limit_s, operation="begin_publish", peer=line)
-
-        def waits() -> WaitForPins | None:
-            return admit_publish(self._spec, self._running.view(), line, monotonic())
-
-        wait = waits()
-        if wait is not None:
-            self._running.record(wait)
-        if not await self._running.until(lambda: waits() is None, deadline):
-            wait = waits()
-            if wait is not None:
-                raise publish_refused(wait, waited_s=limit_s, now_s=monotonic())
+        await self._until_admitted(line, operation="begin_publish")
         return self._store.stage(line, EntryKind.VERSION, step)
 
     async def commit_publish(
@@ -133,27 +109,11 @@ class TrainingMethods(ABC):
             self._store.commit, staged, shards, {**self._model_meta(), **(meta or {})}
         )
         text = str(version)
-        self._supervisor.commit_version(version, monotonic())
+        self._supervisor.versions.commit(version, monotonic())
         self._running.notify()
         if staged.line != self._spec.line:
             return text  # nobody serves it: it exists, and that is all
-        deadline = Deadline.after(
-            2 * self._spec.deadlines.rebuild_s, operation="activate", peer=text
-        )
-        state = self._ledger
-
-        def settled() -> bool:
-            facts = state.state.versions.get(text)
-            return facts is None or facts.active
-
-        if not await self._running.until(settled, deadline):
-            raise deadline.error("see the last decisions: k3ray status")
-        if text not in state.state.versions:
-            raise StaleVersionError(
-                f"version {text} was not activated, the old one serves on",
-                remedy="see the last decisions (k3ray status) and publish again",
-                version=text,
-            )
+        await self._until_active(text)
         return text
 
     async def begin_checkpoint(self, lease_id: str, line: str, step: int) -> StagedEntry:
@@ -197,8 +157,3 @@ class TrainingMethods(ABC):
     def _drop_old_checkpoints(self, line: str) -> None:
         for entry in self._store.entries(line, EntryKind.CHECKPOINT)[:-NUM_CHECKPOINTS_KEPT]:
             self._store.delete(line, entry.name)
-
-    @property
-    @abstractmethod
-    def _running(self) -> ControlLoop:
-        """The control loop."""

@@ -49,6 +49,10 @@ COMMANDS: Mapping[str, Command] = {
         target="k3ray.cli.scale_cmd:scale",
         summary="Other numbers of groups and stacks, while serving.",
     ),
+    "versions": Command(
+        target="k3ray.cli.versions_cmd:versions",
+        summary="List weight versions; answer by another one.",
+    ),
     "demo": Command(
         target="k3ray.cli.demo_cmd:demo", summary="Random k3-tiny endpoint with one kill, fast."
     ),

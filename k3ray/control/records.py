@@ -112,12 +112,14 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionCommitted:
-    """A weight version exists whole in the store; it is not the latest yet."""
+    """A weight version exists whole in the store; it is not the latest yet. `restored`: it was live
+    before and is wanted again."""
 
     type: Literal["version_committed"] = "version_committed"
     version: str
     line: str
     step: int
+    restored: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,12 +48,14 @@ class ActorFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionFacts:
-    """A live version: committed, and `active` once every holder had it."""
+    """A live version: committed, and `active` once every holder had it. `restored`: it was one
+    before."""
 
     version: str
     line: str
     step: int
     active: bool = False
+    restored: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +165,9 @@ def _version(
     state: ControlState, record: VersionCommitted | VersionActivated | VersionRetired
 ) -> ControlState:
     if isinstance(record, VersionCommitted):
-        facts = VersionFacts(version=record.version, line=record.line, step=record.step)
+        facts = VersionFacts(
+            version=record.version, line=record.line, step=record.step, restored=record.restored
+        )
         return replace(state, versions=_with(state.versions, record.version, facts))
     known = state.versions.get(record.version)
     if known is None:

@@ -21,24 +21,19 @@ from k3ray.control.records import (
     Size,
     SupernodeUp,
     TermGranted,
-    VersionActivated,
-    VersionCommitted,
-    VersionRetired,
 )
 from k3ray.control.scale_ledger import ScaleLedger, layout_view
+from k3ray.control.version_ledger import VersionLedger
 from k3ray.control.view import (
     ActorState,
     ActorView,
     ClusterView,
-    PinView,
-    VersionView,
     group_ids,
 )
-from k3ray.errors import StaleVersionError, SupernodeError
+from k3ray.errors import SupernodeError
 from k3ray.ids import Incarnation, Role
 from k3ray.placement.layout import GroupShare, MovePlan, first_layout
 from k3ray.placement.plan import GroupPeer, PlacementPlan, validate_plan
-from k3ray.weights.version import WeightVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +62,7 @@ class Supervisor:
         self.scaling = ScaleLedger(spec, first, ledger, now_s=now_s)
         self.text = text
         self.ledger = ledger
-        self._pins: dict[str, PinView] = {}
-        self._since: dict[str, float] = dict.fromkeys(ledger.state.versions, now_s)
+        self.versions = VersionLedger(ledger, now_s=now_s)
         self._plan: PlacementPlan | None = None
         ledger.write(
             SupernodeUp(name=spec.name, preset=spec.preset, line=spec.line, partition=partition)
@@ -314,63 +308,8 @@ class Supervisor:
         self._plan = plan
         return plan
 
-    def commit_version(self, version: WeightVersion, now_s: float) -> None:
-        """The version is whole in the store; holders will be asked to load it. Idempotent."""
-        text = str(version)
-        if text in self.ledger.state.versions:
-            return
-        self.ledger.write(VersionCommitted(version=text, line=version.line, step=version.step))
-        self._since[text] = now_s
-
-    def activate_version(self, version: str) -> None:
-        """The version is its line's latest from here on."""
-        self.ledger.write(VersionActivated(version=version))
-
-    def retire_version(self, version: str, reason: str) -> None:
-        """The version is no longer live."""
-        self.ledger.write(VersionRetired(version=version, reason=reason))
-        self._since.pop(version, None)
-
-    def latest(self, line: str) -> str:
-        """Latest active version of `line`.
-
-        Raises:
-            StaleVersionError: the line has none (yet).
-        """
-        version = self.ledger.state.latest.get(line)
-        if version is None:
-            raise StaleVersionError(
-                f"line {line!r} has no live version",
-                remedy="wait until the supernode is ready (k3ray status)",
-                line=line,
-            )
-        return version
-
-    def pin(self, version: str, request_id: str, now_s: float) -> None:
-        """Keep `version` alive for an open request; repeating it keeps the first time.
-
-        Raises:
-            StaleVersionError: the version is not live.
-        """
-        facts = self.ledger.state.versions.get(version)
-        if facts is None or not facts.active:
-            raise StaleVersionError(
-                f"version {version} is not live",
-                remedy="start a new request with the latest version",
-                version=version,
-                live=tuple(self.ledger.state.versions),
-            )
-        known = self._pins.get(request_id)
-        if known is None or known.version != version:
-            self._pins[request_id] = PinView(request_id=request_id, version=version, since_s=now_s)
-
-    def unpin(self, request_id: str) -> None:
-        """The request is over; idempotent."""
-        self._pins.pop(request_id, None)
-
     def view(self) -> ClusterView:
         """Actors, plan, the line's versions and pins (leases are the training ledger's)."""
-        state = self.ledger.state
         plan, scaling = self.plan(), self.scaling
         return ClusterView(
             actors=dict(self.actors),
@@ -381,17 +320,9 @@ class Supervisor:
             plan=plan.version if plan else 0,
             plan_peers={g: p.incarnation.term for g, p in plan.peers.items()} if plan else {},
             scale=scaling.view(),
-            versions=tuple(
-                VersionView(
-                    version=v.version, line=v.line, step=v.step, active=v.active,
-                    latest=state.latest.get(v.line) == v.version,
-                    since_s=self._since[v.version],
-                )
-                for v in state.versions.values()
-                if v.line == self.spec.line
-            ),
-            pins=tuple(self._pins.values()),
-        )  # fmt: skip
+            versions=self.versions.views(self.spec.line),
+            pins=self.versions.pins(),
+        )
 
     def _current(self, incarnation: Incarnation, *states: ActorState) -> ActorView | None:
         view = self.actors.get(incarnation.actor)

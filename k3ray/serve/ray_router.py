@@ -37,6 +37,7 @@ class RayStackRouter:
         ingress: Actor id under which this process registers ("ingress-0").
         call_s: Deadline of one control call.
         controller_s: How long to repeat a question while the controller is being replaced.
+        change_s: Deadline of a change of the latest version.
     """
 
     def __init__(
@@ -45,11 +46,13 @@ class RayStackRouter:
         *,
         call_s: float = 10.0,
         controller_s: float = 60.0,
+        change_s: float = 300.0,
         clock: Clock = monotonic,
     ) -> None:
         self._ingress = ingress
         self._call_s = call_s
         self._controller_s = controller_s
+        self._change_s = change_s
         self._clock = clock
         self._controller: Any = None
         self._handles: dict[Incarnation, Any] = {}
@@ -128,6 +131,18 @@ class RayStackRouter:
         asked: dict[str, Any] = await self._ask("scale", groups, None)
         return asked
 
+    async def weight_info(self) -> dict[str, Any]:
+        """See `StackRouter.weight_info`."""
+        info: dict[str, Any] = await self._ask("weight_info", limit_s=self._call_s)
+        return info
+
+    async def use_version(self, version: str) -> str:
+        """See `StackRouter.use_version`; one long call, repeated if the controller is replaced."""
+        before: str = await self._ask(
+            "use_version", version, limit_s=self._change_s, call_s=self._change_s
+        )
+        return before
+
     async def status(self) -> dict[str, Any]:
         """See `StackRouter.status`."""
         document: dict[str, Any] = await self._ask("status", limit_s=self._call_s)
@@ -179,7 +194,9 @@ class RayStackRouter:
             handle, method, *args, peer=str(stack), limit_s=self._call_s + extra_s
         )
 
-    async def _ask(self, method: str, *args: Any, limit_s: float | None = None) -> Any:
+    async def _ask(
+        self, method: str, *args: Any, limit_s: float | None = None, call_s: float | None = None
+    ) -> Any:
         """Ask the controller, again while it is gone, at most `controller_s`."""
         deadline = Deadline.after(
             self._controller_s if limit_s is None else limit_s,
@@ -191,7 +208,7 @@ class RayStackRouter:
                     self._controller = await _find_actor(CONTROLLER_NAME, CONTROLLER_NAME)
                 return await call_async(
                     self._controller, method, *args, peer=CONTROLLER_NAME,
-                    limit_s=min(self._call_s, max(0.1, deadline.left_s())),
+                    limit_s=min(call_s or self._call_s, max(0.1, deadline.left_s())),
                 )  # fmt: skip
             except (PeerLostError, DeadlineError):
                 self._controller = None

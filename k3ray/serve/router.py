@@ -76,6 +76,20 @@ class StackRouter(Protocol):
         """
         ...
 
+    async def weight_info(self) -> dict[str, Any]:
+        """The line's weight versions: live ones, stored ones."""
+        ...
+
+    async def use_version(self, version: str) -> str:
+        """Make a stored version the latest; returns the one before when all holders have it.
+
+        Raises:
+            StoreError: no such version is stored whole.
+            CapacityError: pinned versions fill the bound.
+            StaleVersionError: a holder did not take it; the old version serves on.
+        """
+        ...
+
     async def status(self) -> dict[str, Any]:
         """The supernode's status document."""
         ...

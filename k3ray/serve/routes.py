@@ -24,7 +24,7 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 
 from k3ray.errors import BadRequestError, CapacityError, K3RayError, UnknownModelError
-from k3ray.serve import scaling
+from k3ray.serve import scaling, weights
 from k3ray.serve.answers import collect, stream_frames
 from k3ray.serve.api import Call, parse_chat, parse_completion
 from k3ray.serve.api_errors import error_body, error_reply, error_type
@@ -124,6 +124,21 @@ def _add_operations(app: FastAPI, service: Service, health: Health) -> None:
         except Exception as error:
             return _refuse(service, error)
 
+    @app.get("/weight_info")
+    async def weight_info() -> Response:
+        try:
+            return JSONResponse(await service.router.weight_info())
+        except Exception as error:
+            return _refuse(service, error)
+
+    @app.post("/update_weights")
+    async def update_weights(request: Request) -> Response:
+        try:
+            version = weights.parse_update(await _read_body(request))
+            return JSONResponse(await weights.update(service.router, version))
+        except Exception as error:
+            return _refuse(service, error)
+
     @app.get("/metrics")
     async def get_metrics() -> Response:
         try:
@@ -177,7 +192,8 @@ async def _answer(service: Service, request: Request, parse: Callable[..., Call]
     try:
         call = parse(await _read_body(request), models=service.settings.models)
         key, last_event = _read_headers(request)
-        answer = await service.open(call, key, last_event)
+        version = request.headers.get("x-k3ray-version")
+        answer = await service.open(call, key, last_event, version=version)
     except Exception as error:
         return _refuse(service, error)
     headers = {"x-k3ray-version": answer.envelope.version, "x-k3ray-seed": str(answer.entry.seed)}

@@ -106,20 +106,31 @@ class Service:
         self.started_s = int(time.time())
         self._background: set[asyncio.Task[None]] = set()
 
-    async def open(self, call: Call, key: RunKey, last_event: EventId | None) -> Answer:
+    async def open(
+        self,
+        call: Call,
+        key: RunKey,
+        last_event: EventId | None,
+        *,
+        version: str | None = None,
+    ) -> Answer:
         """Begin a run, or attach to the one that the key names. The caller must `leave` it.
+
+        Args:
+            version: Weight version to answer by; None: the latest, or the one it began with.
 
         Raises:
             BadRequestError: the prompt does not fit, or the key belongs to another request.
             CapacityError: too many open choices.
-            StaleVersionError: the version to continue with is no longer live.
+            StaleVersionError: the version asked for, or to continue with, is not live.
             K3RayError: no stack was ready in time.
         """
         if last_event is not None and last_event.body != body_mark(call.digest):
             raise wrong_event("of a request with another body")
         entry = self._table.find(key, call.digest)
         if entry is None:
-            entry = await self._new_entry(call, key, last_event)
+            began_with = None if last_event is None else last_event.version
+            entry = await self._new_entry(call, key, last_event, began_with or version)
         counts = _check_position(entry, last_event)
         try:
             await entry.run.attach()
@@ -130,6 +141,13 @@ class Service:
         if last_event is not None and last_event.version != entry.run.version:
             self.leave_run(entry.run)
             raise wrong_event("of another weight version")
+        if version is not None and version != entry.run.version:
+            self.leave_run(entry.run)
+            raise BadRequestError(
+                f"x-k3ray-version: this answer began with {entry.run.version}",
+                remedy="send the version that it began with, or none",
+                param="x-k3ray-version",
+            )
         self.counters.requests_total += 1
         assert entry.run.version is not None
         return Answer(
@@ -168,7 +186,9 @@ class Service:
         """Stop every run."""
         await self._table.close()
 
-    async def _new_entry(self, call: Call, key: RunKey, last_event: EventId | None) -> Entry:
+    async def _new_entry(
+        self, call: Call, key: RunKey, last_event: EventId | None, version: str | None
+    ) -> Entry:
         prompts = await render_prompts(call, self.tokenizer, self.settings.bounds)
         raced = self._table.find(key, call.digest)
         if raced is not None:
@@ -186,7 +206,7 @@ class Service:
         run = Run(
             run_id,
             choices=self._choices(call, prompts, seed),
-            version=None if last_event is None else last_event.version,
+            version=version,
             router=self.router,
             counters=self.counters,
             limits=RunLimits(

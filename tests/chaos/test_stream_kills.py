@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import httpx
 import pytest
 from live import Live, live_supernode, wait_for
 from openai import OpenAI
 
+from k3ray.actors.initial_weights import write_initial_version
 from k3ray.cli.kill_show import Stream, kill_during_stream, stream_completion, wait_rebuilt
+from k3ray.config.presets import PRESETS
 from k3ray.errors import K3RayError
+from k3ray.weights.store import WeightStore
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -94,6 +98,35 @@ def test_streams_go_on_while_the_number_of_groups_changes(live: Live, client: Op
         experts = [e for owned in owners for e in owned[min(owned)]]
         assert (len(owners), len(experts)) == (groups, len(set(experts)))
         assert stream(client, "Groups: ").steps == golden.steps
+
+
+def test_streams_keep_their_version_while_the_line_goes_there_and_back(
+    live: Live, client: OpenAI
+) -> None:
+    """A stream that began by one version ends by it, whatever becomes the latest meanwhile."""
+    text = PRESETS["k3-tiny"].text_config
+    old = live.supernode.call("latest_version")
+    golden = stream(client, "Versions: ")
+    other = write_initial_version(WeightStore(live.home.store_dir), text, line="main", seed=1)
+
+    def use(version: str) -> dict[str, Any]:
+        answer = httpx.post(f"{live.url}/update_weights", json={"version": version}, timeout=60.0)
+        found: dict[str, Any] = answer.raise_for_status().json()
+        return found
+
+    def there_and_back(count: int) -> None:
+        if count == 6:
+            assert use(str(other))["previous"] == old
+        if count == 20:
+            assert use(old)["previous"] == str(other)
+
+    seen = stream_completion(client, "Versions: ", max_tokens=40, seed=5, on_token=there_and_back)
+    assert seen.steps == golden.steps
+    use(str(other))
+    assert stream(client, "Versions: ").steps != golden.steps
+    use(old)
+    assert stream(client, "Versions: ").steps == golden.steps
+    wait_for(lambda: [v["version"] for v in live.status()["versions"]] == [old])
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def play(fake: FakeCluster, events, faults) -> None:
         return risky and bool(pending) and pending.pop(0)
 
     fake.fails = fails
-    fake.supervisor.commit_version(version_of(0), fake.now_s)
+    fake.supervisor.versions.commit(version_of(0), fake.now_s)
     step, lease = 0, None
     for kind, argument in events:
         fake.check()
@@ -60,11 +60,13 @@ def play(fake: FakeCluster, events, faults) -> None:
                 fake.supervisor.scale(size, "asked for", fake.now_s)
         elif kind == "publish":
             step += 1
-            fake.supervisor.commit_version(version_of(step), fake.now_s)
+            fake.supervisor.versions.commit(version_of(step), fake.now_s)
         elif kind == "pin" and "main" in fake.ledger.state.latest:
-            fake.supervisor.pin(fake.supervisor.latest("main"), argument, fake.now_s)
+            fake.supervisor.versions.pin(
+                fake.supervisor.versions.latest("main"), argument, fake.now_s
+            )
         elif kind == "unpin":
-            fake.supervisor.unpin(argument)
+            fake.supervisor.versions.unpin(argument)
         elif kind == "lease":
             lease = _lease(fake) or lease
         elif kind == "attempt" and lease in fake.ledger.state.leases:
@@ -93,7 +95,7 @@ def test_any_history_converges_to_a_healthy_supernode(events, faults):
         fake = FakeCluster(spec_of(), Path(folder) / "journal.jsonl")
         play(fake, events, faults)
         for request in "abc":
-            fake.supervisor.unpin(request)
+            fake.supervisor.versions.unpin(request)
         fake.settle(rounds=400)
         assert fake.healthy()
         assert len(fake.view().versions) == 1
@@ -116,7 +118,7 @@ def test_changes_of_the_size_under_faults_end_in_a_size_that_serves(events, faul
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal.jsonl"
         fake = FakeCluster(spec_of(), path)
-        fake.supervisor.commit_version(version_of(0), 0.0)
+        fake.supervisor.versions.commit(version_of(0), 0.0)
         fake.settle()
         for kind, argument in events:
             if kind == "restart":
@@ -154,7 +156,7 @@ def test_a_crash_at_any_byte_of_the_journal_keeps_the_invariants(events, faults,
         again = FakeCluster(spec_of(), path, alive=dict(fake.alive), now_s=fake.now_s)
         # What the cut journal never heard of is fenced by Ray's handles; here it is just gone.
         again.alive = {a: t for a, t in again.alive.items() if again.ledger.state.term_of(a) == t}
-        again.supervisor.commit_version(version_of(0), again.now_s) if not (
+        again.supervisor.versions.commit(version_of(0), again.now_s) if not (
             again.ledger.state.latest
         ) else None
         again.settle(rounds=400)

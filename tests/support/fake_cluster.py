@@ -135,9 +135,9 @@ class FakeCluster:
             case SwitchPlan():
                 boss.switch_plan(command.peers, command.layout, self.now_s)
             case ActivateVersion():
-                boss.activate_version(command.version)
+                boss.versions.activate(command.version)
             case RetireVersion():
-                boss.retire_version(command.version, command.reason)
+                boss.versions.retire(command.version, command.reason)
             case ForgetActor():
                 boss.forget(command.actor)
             case EndScale():
@@ -149,7 +149,7 @@ class FakeCluster:
             case ExpireLease():
                 self.training.end(command.lease_id, command.reason)
             case ExpirePin():
-                boss.unpin(command.request_id)
+                boss.versions.unpin(command.request_id)
             case AbortAttempt():
                 self.training.abort(command.line, command.reason)
 

@@ -19,6 +19,7 @@ from k3ray.errors import (
     PlanError,
     ScalingError,
     StaleVersionError,
+    StoreError,
     UnknownRequestError,
 )
 from k3ray.ids import Incarnation
@@ -61,6 +62,7 @@ class ScriptedRouter:
     capacity: int = 1000
     version: str = VERSION
     live: set[str] = field(default_factory=lambda: {VERSION})
+    stored: set[str] = field(default_factory=lambda: {VERSION})
     terms: dict[str, int] = field(default_factory=dict)
     held: dict[Incarnation, dict[str, Held]] = field(default_factory=dict)
     pins: dict[str, str] = field(default_factory=dict)
@@ -174,6 +176,16 @@ class ScriptedRouter:
             "failure": "",
         }  # fmt: skip
         return {"size": {"groups": groups, "stacks": 1}}
+
+    async def weight_info(self) -> dict[str, Any]:
+        return {"line": "main", "version": self.version, "stored": sorted(self.stored)}
+
+    async def use_version(self, version: str) -> str:
+        if version not in self.stored:
+            raise StoreError(f"no readable entry {version}", remedy="see what is stored")
+        before, self.version = self.version, version
+        self.live.add(version)
+        return before
 
     async def status(self) -> dict[str, Any]:
         return {

@@ -234,6 +234,61 @@ def test_a_version_that_no_group_can_load_rolls_back(run):
     run(scenario)
 
 
+def test_the_line_goes_back_to_a_stored_version_and_forward_again(run):
+    async def scenario(bench):
+        old = (await bench.ready())["versions"][0]["version"]
+        core = bench.core
+        lease = await core.acquire_lease("main", "j", socket.gethostname(), os.getpid())
+        new = await bench.publish(lease, 1)
+        await bench.until(lambda d: [v["version"] for v in d["versions"]] == [new])
+        assert await core.use_version(old) == new
+        await bench.until(lambda d: entry(d, "group-0")["versions"] == [old])
+        assert await core.use_version(old) == old
+        info = await core.weight_info()
+        assert (info["version"], [v["state"] for v in info["live"]]) == (old, ["latest"])
+        assert [(v["version"], v["live"]) for v in info["stored"]] == [(old, True), (new, False)]
+        assert await core.use_version(new) == old
+        assert "main@2-" in await bench.publish(lease, 2)
+
+    run(scenario)
+
+
+def test_a_version_that_cannot_be_had_leaves_the_old_one(run):
+    async def scenario(bench):
+        old = (await bench.ready())["versions"][0]["version"]
+        core = bench.core
+        lease = await core.acquire_lease("main", "j", socket.gethostname(), os.getpid())
+        new = await bench.publish(lease, 1)
+        await bench.until(lambda d: entry(d, "group-0")["versions"] == [new])
+        for absent in ("main@7-aaaaaaaaaaaa", "other@0-aaaaaaaaaaaa", "main", "../main"):
+            with pytest.raises(StoreError):
+                await core.use_version(absent)
+        bench.actors.refuse = "main@0-"
+        with pytest.raises(StaleVersionError, match="old one serves on"):
+            await core.use_version(old)
+        assert (await core.latest_version()) == new
+        assert str(bench.store.open("main", old).version) == old, "a roll-back deleted a version"
+
+    run(scenario)
+
+
+def test_going_back_waits_for_pins(run):
+    async def scenario(bench):
+        old = (await bench.ready())["versions"][0]["version"]
+        lease = await bench.core.acquire_lease("main", "j", socket.gethostname(), os.getpid())
+        new = await bench.publish(lease, 1)
+        await bench.until(lambda d: [v["version"] for v in d["versions"]] == [new])
+        await bench.core.pin(new, "req-1")
+        with pytest.raises(CapacityError, match="pinned by open requests"):
+            await bench.core.use_version(old)
+        waiting = asyncio.create_task(bench.core.use_version(old))
+        await asyncio.sleep(0.1)
+        await bench.core.unpin("req-1")
+        assert await waiting == new
+
+    run(scenario)
+
+
 def test_a_dead_trainer_loses_its_lease_and_its_step(run):
     async def scenario(bench):
         await bench.ready()

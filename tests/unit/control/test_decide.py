@@ -33,7 +33,7 @@ SPEC = SupernodeSpec(preset="k3-tiny", groups=2, stacks=1)
 @pytest.fixture
 def cluster(tmp_path):
     fake = FakeCluster(SPEC, tmp_path / "journal.jsonl")
-    fake.supervisor.commit_version(version_of(0), 0.0)
+    fake.supervisor.versions.commit(version_of(0), 0.0)
     fake.settle()
     fake.now_s += 100.0
     fake.ordered.clear()
@@ -46,7 +46,7 @@ def kinds(fake):
 
 def test_first_start_in_order(tmp_path):
     fake = FakeCluster(SPEC, tmp_path / "journal.jsonl")
-    fake.supervisor.commit_version(version_of(0), 0.0)
+    fake.supervisor.versions.commit(version_of(0), 0.0)
     fake.settle()
     assert fake.healthy()
     assert kinds(fake) == [
@@ -54,7 +54,7 @@ def test_first_start_in_order(tmp_path):
         SwitchPlan, ActivateVersion, PushPlan,
     ]  # fmt: skip
     assert all(command.reason for command in fake.ordered)
-    assert fake.supervisor.latest("main") == str(version_of(0))
+    assert fake.supervisor.versions.latest("main") == str(version_of(0))
 
 
 def test_a_lost_group_is_fenced_replaced_loaded_and_then_the_plan_switches(cluster):
@@ -86,7 +86,7 @@ def replicated(tmp_path):
     """Three groups, two holders of every expert."""
     spec = SupernodeSpec(preset="k3-tiny", groups=3, replication=2, stacks=1)
     fake = FakeCluster(spec, tmp_path / "journal.jsonl")
-    fake.supervisor.commit_version(version_of(0), 0.0)
+    fake.supervisor.versions.commit(version_of(0), 0.0)
     fake.settle()
     fake.now_s += 100.0
     fake.ordered.clear()
@@ -120,7 +120,7 @@ def test_neighbours_lost_together_leave_the_plan_until_one_is_back(replicated):
 def test_the_first_plan_waits_for_all_groups(tmp_path):
     spec = SupernodeSpec(preset="k3-tiny", groups=3, replication=3, stacks=1)
     fake = FakeCluster(spec, tmp_path / "journal.jsonl")
-    fake.supervisor.commit_version(version_of(0), 0.0)
+    fake.supervisor.versions.commit(version_of(0), 0.0)
     fake.settle()
     assert [len(c.peers) for c in fake.ordered if isinstance(c, SwitchPlan)] == [3]
 
@@ -252,9 +252,9 @@ def test_late_news_of_an_old_life_is_ignored(cluster):
 
 
 def test_publish_activates_everywhere_then_retires_the_old(cluster):
-    cluster.supervisor.commit_version(version_of(5), cluster.now_s)
+    cluster.supervisor.versions.commit(version_of(5), cluster.now_s)
     cluster.settle()
-    assert cluster.supervisor.latest("main") == str(version_of(5))
+    assert cluster.supervisor.versions.latest("main") == str(version_of(5))
     order = kinds(cluster)
     assert order.index(ActivateVersion) > max(
         i for i, kind in enumerate(order) if kind is LoadVersion
@@ -267,9 +267,9 @@ def test_publish_activates_everywhere_then_retires_the_old(cluster):
 def test_a_version_that_cannot_be_loaded_rolls_back(cluster):
     bad = str(version_of(5))
     cluster.fails = lambda c: isinstance(c, LoadVersion) and c.version == bad
-    cluster.supervisor.commit_version(version_of(5), cluster.now_s)
+    cluster.supervisor.versions.commit(version_of(5), cluster.now_s)
     cluster.settle()
-    assert cluster.supervisor.latest("main") == str(version_of(0))
+    assert cluster.supervisor.versions.latest("main") == str(version_of(0))
     retired = [c for c in cluster.ordered if isinstance(c, RetireVersion)]
     assert [(c.version, c.failed) for c in retired] == [(bad, True)]
     assert cluster.healthy()
@@ -278,11 +278,11 @@ def test_a_version_that_cannot_be_loaded_rolls_back(cluster):
 def test_pins_keep_versions_and_a_third_publish_waits_and_says_so(cluster):
     boss = cluster.supervisor
     for step in (1, 2):
-        boss.pin(boss.latest("main"), f"req-{step}", cluster.now_s)
+        boss.versions.pin(boss.versions.latest("main"), f"req-{step}", cluster.now_s)
         cluster.now_s += 10
         if step == 1:
             assert admit_publish(SPEC, cluster.view(), "main", cluster.now_s) is None
-            boss.commit_version(version_of(step), cluster.now_s)
+            boss.versions.commit(version_of(step), cluster.now_s)
             cluster.settle()
     wait = admit_publish(SPEC, cluster.view(), "main", cluster.now_s)
     assert isinstance(wait, WaitForPins)
@@ -290,13 +290,13 @@ def test_pins_keep_versions_and_a_third_publish_waits_and_says_so(cluster):
     error = publish_refused(wait, waited_s=30.0, now_s=cluster.now_s)
     assert "max_live_versions is 2" in str(error)
     assert error.fields["pins"][0][:2] == ("req-1", str(version_of(0)))
-    boss.commit_version(version_of(2), cluster.now_s)
+    boss.versions.commit(version_of(2), cluster.now_s)
     for _ in range(5):
         cluster.tick()
-    assert boss.latest("main") == str(version_of(1))
-    boss.unpin("req-1")
+    assert boss.versions.latest("main") == str(version_of(1))
+    boss.versions.unpin("req-1")
     cluster.settle()
-    assert boss.latest("main") == str(version_of(2))
+    assert boss.versions.latest("main") == str(version_of(2))
     assert {v.version for v in cluster.view().versions} == {
         str(version_of(1)), str(version_of(2)),
     }  # fmt: skip
@@ -304,9 +304,9 @@ def test_pins_keep_versions_and_a_third_publish_waits_and_says_so(cluster):
 
 def test_pins_age_out_and_dead_versions_cannot_be_pinned(cluster):
     boss = cluster.supervisor
-    old = boss.latest("main")
-    boss.pin(old, "req-1", cluster.now_s)
-    boss.commit_version(version_of(1), cluster.now_s)
+    old = boss.versions.latest("main")
+    boss.versions.pin(old, "req-1", cluster.now_s)
+    boss.versions.commit(version_of(1), cluster.now_s)
     for _ in range(6):
         cluster.tick()
     assert {v.version for v in cluster.view().versions} == {old, str(version_of(1))}
@@ -314,7 +314,7 @@ def test_pins_age_out_and_dead_versions_cannot_be_pinned(cluster):
     cluster.settle()
     assert [v.version for v in cluster.view().versions] == [str(version_of(1))]
     with pytest.raises(StaleVersionError, match="is not live"):
-        boss.pin(old, "req-2", cluster.now_s)
+        boss.versions.pin(old, "req-2", cluster.now_s)
 
 
 def test_a_lost_group_aborts_the_open_attempt(cluster):
@@ -330,12 +330,12 @@ def test_a_lost_group_aborts_the_open_attempt(cluster):
 
 
 def test_a_restarted_controller_fences_what_is_left_and_keeps_its_versions(cluster):
-    cluster.supervisor.commit_version(version_of(3), cluster.now_s)
+    cluster.supervisor.versions.commit(version_of(3), cluster.now_s)
     cluster.settle()
     again = FakeCluster(SPEC, cluster.journal_file, alive=dict(cluster.alive))
     again.settle()
     assert again.ledger.term == 2
-    assert again.supervisor.latest("main") == str(version_of(3))
+    assert again.supervisor.versions.latest("main") == str(version_of(3))
     assert again.supervisor.plan().version == 2
     assert {a.term for a in again.supervisor.actors.values()} == {2}
     assert again.healthy()

@@ -27,7 +27,7 @@ LAYER = TEXT.moe_layers[0]
 
 def serving(path, spec=SPEC) -> FakeCluster:
     fake = FakeCluster(spec, path / "journal.jsonl")
-    fake.supervisor.commit_version(version_of(0), 0.0)
+    fake.supervisor.versions.commit(version_of(0), 0.0)
     fake.settle()
     fake.ordered.clear()
     return fake
