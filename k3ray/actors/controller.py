@@ -24,6 +24,7 @@ from k3ray.actors.controller_cluster import (
     Folders,
     open_requests,
     own_node,
+    process_started,
 )
 from k3ray.actors.controller_loop import ControlLoop
 from k3ray.actors.controller_status import status_document
@@ -41,7 +42,7 @@ from k3ray.control.journal import Journal
 from k3ray.control.ledger import Ledger
 from k3ray.control.records import Size, SupernodeDown
 from k3ray.control.scale_ledger import of_size
-from k3ray.control.supervisor import Supervisor
+from k3ray.control.supervisor import ProcessFacts, Supervisor
 from k3ray.control.training import TrainingLedger
 from k3ray.control.view import serving_stacks
 from k3ray.errors import ConfigError, K3RayError, StaleVersionError, SupernodeError
@@ -82,7 +83,9 @@ class ControllerCore(TrainingMethods):
         self._supervisor = Supervisor(spec, text, partition, ledger, now_s=now_s)
         self._training = TrainingLedger(ledger, ttl_s=spec.lease_ttl_s, now_s=now_s)
         self._cluster = ActorCluster(spec, text, folders, term=ledger.term)
-        self._clients = ClientRegistry(ledger, silence_s=spec.lease_ttl_s)
+        self._clients = ClientRegistry(
+            ledger, silence_s=spec.lease_ttl_s, stopped_s=spec.deadlines.hop_s
+        )
         self._metrics: dict[str, dict[str, Any]] = {}
         self._loop: ControlLoop | None = None
         self._runner: asyncio.Task[None] | None = None
@@ -129,6 +132,13 @@ class ControllerCore(TrainingMethods):
     async def spec(self) -> SupernodeSpec:
         """The spec that the supernode was brought up with."""
         return self._spec
+
+    async def process(self) -> ProcessFacts:
+        """The controller's own process, for those who watch it."""
+        return ProcessFacts(
+            node=own_node(), pid=os.getpid(), endpoint="",
+            process_started_unix_s=process_started(os.getpid()),
+        )  # fmt: skip
 
     async def plan(self) -> PlacementPlan:
         """The current plan.

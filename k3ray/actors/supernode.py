@@ -22,6 +22,7 @@ from typing import Any
 
 import ray
 
+from k3ray.actors.last_up import LastUp
 from k3ray.actors.local_ray import (
     ClusterInfo,
     cluster_environment,
@@ -42,6 +43,9 @@ from k3ray.config.supernode import SupernodeSpec
 from k3ray.errors import K3RayError, SupernodeError, TransportError
 
 Say = Callable[[str], None]
+
+_RESUME_ANSWER_S = 20.0
+"""A controller that Ray is just restarting answers within this; one that does not is ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +168,34 @@ def ensure_up(
         return _bring_up(spec, home, cluster, say)
 
 
+def resume(home: Home, *, say: Say = print) -> tuple[Supernode, LastUp]:
+    """Bring up again what was up last, by the same spec; what is left of it is ended first. Fine
+    when it is up and well. The journal tells the size, the versions and the latest of them.
+
+    Raises:
+        SupernodeError: nothing was ever up in this home, or as `ensure_up`.
+    """
+    last = LastUp.read(home.last_up_file)
+    if last is None:
+        raise SupernodeError(
+            f"nothing was ever up in {home.root}",
+            remedy="run `k3ray up` with its config (another home: set K3RAY_HOME)",
+        )
+    if is_running(home):
+        try:
+            supernode = connect(home)
+            supernode.call("status", limit_s=_RESUME_ANSWER_S)
+        except (K3RayError, ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+            say(f"what is left of it does not work ({type(error).__name__}), ending it")
+            ray.shutdown()
+            with locked(home, home.lock_file, what="k3ray up or down"):
+                stop_local_ray(home, grace_s=1.0)
+                home.cluster_file.unlink(missing_ok=True)
+        else:
+            return supernode, last
+    return ensure_up(last.spec, home, last.cluster, say=say), last
+
+
 def attach_or_up(
     spec: SupernodeSpec, home: Home, cluster: LocalClusterConfig, *, say: Say = print
 ) -> Supernode:
@@ -215,6 +247,7 @@ def _bring_up(spec: SupernodeSpec, home: Home, cluster: LocalClusterConfig, say:
         stop_local_ray(home)
         home.cluster_file.unlink(missing_ok=True)
         raise
+    LastUp(spec=spec, cluster=cluster).write(home.last_up_file)
     say(f"supernode {spec.name!r} is ready after {time.monotonic() - started:.1f} s")
     return supernode
 
@@ -251,7 +284,18 @@ def down(home: Home, *, say: Say = print) -> list[int]:
             _stop_politely(home, say)
         left = stop_local_ray(home)
         home.cluster_file.unlink(missing_ok=True)
+        note_endpoint(home, None)
     return left
+
+
+def note_endpoint(home: Home, port: int | None) -> None:
+    """Remember on which port the endpoint runs, for `resume`; None: it was ended on purpose."""
+    try:
+        last = LastUp.read(home.last_up_file)
+    except SupernodeError:
+        return  # of another release: `resume` says so, an end or a deployment goes on
+    if last is not None and last.port != port:
+        last.model_copy(update={"port": port}).write(home.last_up_file)
 
 
 def _stop_politely(home: Home, say: Say) -> None:

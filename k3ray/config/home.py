@@ -32,6 +32,11 @@ class Home:
         return self.root / "cluster.json"
 
     @property
+    def last_up_file(self) -> Path:
+        """What was brought up last; stays after `k3ray down`."""
+        return self.root / "last-up.json"
+
+    @property
     def lock_file(self) -> Path:
         """Held while a cluster is brought up or down."""
         return self.root / "lock"

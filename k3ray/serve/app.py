@@ -17,7 +17,7 @@ import httpx
 from ray import serve
 from ray.serve.config import HTTPOptions
 
-from k3ray.actors.supernode import Supernode, locked
+from k3ray.actors.supernode import Supernode, locked, note_endpoint
 from k3ray.clock import Deadline
 from k3ray.config.resolve import resolve_model, resolve_tokenizer
 from k3ray.config.supernode import SupernodeSpec
@@ -75,6 +75,7 @@ def _deploy(supernode: Supernode, port: int | None) -> str:
     )
     serve.run(build_app(spec, url=url), name=APP_NAME, route_prefix="/")
     wait_ready(url, limit_s=spec.deadlines.start_s + spec.deadlines.rebuild_s)
+    note_endpoint(supernode.home, wanted)
     return url
 
 
@@ -92,6 +93,7 @@ def build_app(spec: SupernodeSpec, *, url: str) -> serve.Application:
         endpoint=url,
         web_dir=str(files("dashboards") / "web"),
         controller_s=spec.deadlines.start_s,
+        stopped_s=spec.deadlines.hop_s,
     )
     deployment: Any = serve.deployment(
         name="ingress",

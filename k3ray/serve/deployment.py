@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from k3ray.errors import ConfigError
+from k3ray.serve.controller_watch import watch_controller
 from k3ray.serve.health import Health
 from k3ray.serve.ray_router import RayStackRouter
 from k3ray.serve.routes import build_routes
@@ -30,6 +31,8 @@ class IngressBoot:
     Args:
         tokenizer_file: A `tokenizer.json` or `tiktoken.model`; None means one token per byte.
         endpoint: The public URL, for the status document.
+        controller_s: How long a question is repeated while the controller is being replaced.
+        stopped_s: How long the controller may be stopped before it is ended.
     """
 
     settings: ServeSettings
@@ -37,6 +40,7 @@ class IngressBoot:
     endpoint: str
     web_dir: str
     controller_s: float
+    stopped_s: float
 
 
 class Ingress:
@@ -59,15 +63,17 @@ class Ingress:
         @asynccontextmanager
         async def registered() -> AsyncIterator[None]:
             address: Callable[[], str] = ray.util.get_node_ip_address
-            task = asyncio.create_task(
-                router.stay_registered(pid=os.getpid(), node=address(), endpoint=boot.endpoint)
+            beside = (
+                router.stay_registered(pid=os.getpid(), node=address(), endpoint=boot.endpoint),
+                watch_controller(router.controller_process, stopped_s=boot.stopped_s),
             )
+            tasks = [asyncio.create_task(work) for work in beside]
             try:
                 yield
             finally:
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
         return build_routes(service, Health(router), Path(boot.web_dir), beside=registered)
 

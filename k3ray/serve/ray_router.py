@@ -19,6 +19,7 @@ import ray
 from k3ray.actors.ray_calls import call_async
 from k3ray.actors.specs import CONTROLLER_NAME, NAMESPACE
 from k3ray.clock import Clock, Deadline, monotonic
+from k3ray.control.supervisor import ProcessFacts
 from k3ray.engine.request import Request, TokenEvent
 from k3ray.errors import DeadlineError, K3RayError, PeerLostError
 from k3ray.ids import Incarnation, Role
@@ -147,6 +148,11 @@ class RayStackRouter:
         """See `StackRouter.status`."""
         document: dict[str, Any] = await self._ask("status", limit_s=self._call_s)
         return document
+
+    async def controller_process(self) -> ProcessFacts:
+        """Where the controller runs."""
+        facts: ProcessFacts = await self._ask("process", limit_s=self._call_s)
+        return facts
 
     async def stay_registered(self, *, pid: int, node: str, endpoint: str) -> None:
         """Be known to the controller as an ingress; runs until cancelled."""
