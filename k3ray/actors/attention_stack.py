@@ -24,6 +24,7 @@ from k3ray.actors.scoring import score_all
 from k3ray.actors.specs import StackSpec
 from k3ray.actors.stack_executors import StackExecutors
 from k3ray.clock import Deadline
+from k3ray.control.supervisor import Holding
 from k3ray.engine.engine import SCORE_SLOTS, Engine
 from k3ray.engine.loop import EngineLoop
 from k3ray.engine.request import Request, TokenEvent
@@ -56,6 +57,7 @@ class AttentionStack:
         self._executors = StackExecutors(spec, self._plans)
         self._started: tuple[Engine, ServeRunner, EventSignal] | None = None
         self._loading = asyncio.Lock()
+        self._watched = asyncio.Event()
 
     async def start(self) -> dict[str, Any]:
         """Test the arithmetic, make the state and start the engine; idempotent. Returns pid, node
@@ -181,9 +183,23 @@ class AttentionStack:
             **asdict(engine.stats()),
         }
 
+    async def held(self, controller_term: int) -> Holding:
+        """What this life holds; it obeys the caller, a later controller, from here on.
+
+        Raises:
+            FencedError: the caller is an older controller.
+            SupernodeError: it has not been started.
+        """
+        self._admit(controller_term)
+        _, runner, _ = self._running()
+        self._watched.set()
+        self._watched = asyncio.Event()
+        return Holding(versions=frozenset(runner.versions()), plan=self._plans.version)
+
     async def block_until_dead(self) -> None:
-        """Never returns: the pending call breaks when this process dies."""
-        await asyncio.Event().wait()
+        """The pending call breaks when this process dies; it returns when another controller has
+        taken over."""
+        await self._watched.wait()
 
     def _admit(self, controller_term: int) -> None:
         self._controller_term = refuse_lower_term(

@@ -25,8 +25,8 @@ from k3ray.actors.specs import NAMESPACE, GroupSpec, StackSpec
 from k3ray.clock import Deadline
 from k3ray.config.model import TextConfig
 from k3ray.config.supernode import SupernodeSpec
-from k3ray.control.supervisor import ProcessFacts
-from k3ray.errors import PeerLostError
+from k3ray.control.supervisor import Holding, ProcessFacts
+from k3ray.errors import FencedError, PeerLostError
 from k3ray.ids import Incarnation, Role
 from k3ray.placement.layout import GroupShare
 
@@ -117,6 +117,26 @@ class ActorCluster:
             numeric_mode=self._spec.numeric_mode, deadlines=self._spec.deadlines,
         )  # fmt: skip
 
+    async def ask_held(self, incarnation: Incarnation, *, limit_s: float) -> Holding:
+        """Find the actor of an earlier controller and ask what it holds; it obeys us from then on.
+
+        Raises:
+            PeerLostError, DeadlineError: there is none, it is dead or silent.
+            FencedError: it has seen a later controller.
+        """
+        try:
+            handle = await asyncio.to_thread(
+                ray.get_actor, actor_name(incarnation), namespace=NAMESPACE
+            )
+        except ValueError as error:
+            raise PeerLostError(
+                f"Ray does not know {incarnation}", remedy="it is replaced",
+                peer=str(incarnation), operation="held",
+            ) from error  # fmt: skip
+        self._handles[incarnation] = handle
+        held: Holding = await self.call(incarnation, "held", self._term, limit_s=limit_s)
+        return held
+
     async def call(self, incarnation: Incarnation, method: str, *args: Any, limit_s: float) -> Any:
         """Ask an actor.
 
@@ -140,7 +160,11 @@ class ActorCluster:
         )
 
     async def until_dead(self, incarnation: Incarnation) -> str:
-        """Wait for the end of a life, as long as that takes; returns how it was seen."""
+        """Wait for the end of a life, as long as that takes; returns how it was seen.
+
+        Raises:
+            FencedError: the actor obeys a later controller.
+        """
         handle = self._handles.get(incarnation)
         if handle is None:
             return "its handle is gone"
@@ -149,7 +173,10 @@ class ActorCluster:
             await asyncio.wrap_future(handle.block_until_dead.remote().future())
         except RayError as error:
             return f"its process ended ({type(error).__name__})"
-        return "it returned from block_until_dead"
+        raise FencedError(
+            f"{incarnation} obeys a later controller", remedy="this controller must exit",
+            who=str(incarnation),
+        )  # fmt: skip
 
     async def fence(
         self, incarnation: Incarnation, facts: ProcessFacts | None, *, limit_s: float

@@ -18,6 +18,7 @@ from typing import Any, assert_never
 
 import psutil
 
+from k3ray.actors.controller_adoption import adopt_all
 from k3ray.actors.controller_clients import ClientRegistry
 from k3ray.actors.controller_cluster import (
     ActorCluster,
@@ -64,6 +65,8 @@ from k3ray.weights.store import WeightStore
 TICK_S = 0.2
 PING_EVERY_S = 2.0
 MAX_DECISIONS = 50
+_ADOPT_HOPS = 10.0
+"""An actor of an earlier controller has so many hops' time to say what it holds."""
 _EXIT_FENCED = 71
 
 ActorCommand = StartActor | FenceActor | Order
@@ -97,7 +100,11 @@ class ControlLoop:
         self._last_wait: tuple[str, frozenset[str]] | None = None
 
     async def run(self) -> None:
-        """Decide and carry out until `stop`; a fenced controller ends its process."""
+        """Take over who lives, then decide and carry out until `stop`; a fenced controller ends
+        its process."""
+        limit_s = _ADOPT_HOPS * self.supervisor.spec.deadlines.hop_s
+        for life in await adopt_all(self.supervisor, self.cluster, limit_s=limit_s):
+            self._look_after(life)
         while not self.stopping:
             self._observe()
             for command in decide(self.supervisor.spec, self.view(), monotonic()):
@@ -294,9 +301,12 @@ class ControlLoop:
             self.lost(incarnation, f"did not start: {error.message}")
             return
         self.supervisor.observe_ready(incarnation, facts, monotonic())
+        self._look_after(incarnation)
+        self.notify()
+
+    def _look_after(self, incarnation: Incarnation) -> None:
         self.spawn(self._watch(incarnation))
         self.spawn(self._ping(incarnation))
-        self.notify()
 
     async def _fence(self, incarnation: Incarnation) -> None:
         limit_s = self.supervisor.spec.deadlines.commit_s

@@ -20,6 +20,8 @@ import torch
 from k3ray.actors.group_handler import GroupHandler
 from k3ray.actors.specs import GroupSpec
 from k3ray.clock import Deadline
+from k3ray.control.supervisor import Holding
+from k3ray.errors import SupernodeError
 from k3ray.ids import Incarnation, Role, refuse_lower_term
 from k3ray.model.self_test import handshake_digest
 from k3ray.placement.layout import GroupShare
@@ -41,7 +43,7 @@ class ExpertGroup:
         """Held while what is held changes: loads and layouts take each other's result as given."""
         self._controller_term = 0
         self._server: WorkerServer | None = None
-        self._never = threading.Event()
+        self._watched = threading.Event()
 
     def start(self) -> dict[str, Any]:
         """Open the data plane; returns pid, node and endpoint."""
@@ -108,9 +110,29 @@ class ExpertGroup:
             "incarnation": str(self._spec.incarnation), "pid": os.getpid(), "lanes": lanes, **status
         }  # fmt: skip
 
+    def held(self, controller_term: int) -> Holding:
+        """What this life holds; it obeys the caller, a later controller, from here on.
+
+        Raises:
+            FencedError: the caller is an older controller.
+            SupernodeError: it has not been started.
+        """
+        self._admit(controller_term)
+        if self._server is None:
+            raise SupernodeError(
+                f"{self._spec.incarnation} has not been started", remedy="it is replaced"
+            )
+        watched, self._watched = self._watched, threading.Event()
+        watched.set()
+        versions, shares = self._in_worker(
+            "held", lambda: (self._handler.versions(), self._handler.shares())
+        )
+        return Holding(versions=frozenset(versions), shares=shares)
+
     def block_until_dead(self) -> None:
-        """Never returns: the pending call breaks when this process dies."""
-        self._never.wait()
+        """The pending call breaks when this process dies; it returns when another controller has
+        taken over."""
+        self._watched.wait()
 
     def _admit(self, controller_term: int) -> None:
         self._controller_term = refuse_lower_term(

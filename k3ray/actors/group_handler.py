@@ -154,6 +154,10 @@ class GroupHandler:
             self._bank.adopt_version(version, staged.stacks)
         self._staged = None
 
+    def shares(self) -> dict[int, GroupShare]:
+        """What is held by each live layout."""
+        return dict(self._shares)
+
     def reshaped(self, version: str, shares: Mapping[int, GroupShare]) -> dict[int, ExpertStack]:
         """A loaded version with the experts of these layouts, new ones read from the store; any
         thread may call this.

@@ -220,7 +220,7 @@ def _serving_versions(view: ClusterView) -> frozenset[str]:
 
 
 def _versions(spec: SupernodeSpec, view: ClusterView, now_s: float) -> Iterator[Command]:
-    ending = retirable(view)
+    ending = retirable(view, now_s)
     if not ending:  # memory holds one version more than may live, not two
         for version in _activating(view):
             yield from _activation(spec, view, version, now_s)

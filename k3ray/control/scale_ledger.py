@@ -1,8 +1,8 @@
 """`ScaleLedger`: the wanted size and the live layouts of the experts, kept in the journal.
 
 A change is written before anything follows from it. Its layout counts from the plan that switches
-to it; a controller that takes over before that takes the groups' part back, since all groups start
-anew, and goes on with the stacks'. Taking a change back is a change, too.
+to it; a controller that takes over before that takes the groups' part back, and goes on with the
+stacks'. Taking a change back is a change, too.
 """
 
 from __future__ import annotations
@@ -65,6 +65,11 @@ class ScaleLedger:
         scale = self.view()
         most = max(self.spec.stacks, scale.previous.stacks if scale else 0)
         return stack_ids(self.spec.model_copy(update={"stacks": most}))
+
+    def wanted_actors(self) -> frozenset[str]:
+        """Groups of the live layouts, stacks of the spec and those that a change takes away."""
+        groups = (group for layout in self.live_layouts().values() for group in layout.groups)
+        return frozenset((*groups, *self.known_stacks()))
 
     def begin(self, size: Size, reason: str, now_s: float) -> MovePlan | None:
         """Want another size from here on; what has to be loaded for it if the groups change.

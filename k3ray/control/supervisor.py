@@ -6,8 +6,8 @@ that are over. The controller actor asks it for a view, lets `decide` choose, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from k3ray.config.model import TextConfig
 from k3ray.config.supernode import SupernodeSpec
@@ -35,6 +35,10 @@ from k3ray.ids import Incarnation, Role
 from k3ray.placement.layout import GroupShare, MovePlan, first_layout
 from k3ray.placement.plan import GroupPeer, PlacementPlan, validate_plan
 
+PINS_SETTLE_S = 15.0
+"""Pins do not outlive a controller: so long the ingresses have to say theirs again (they notice at
+a heartbeat), and no version is retired."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessFacts:
@@ -44,6 +48,16 @@ class ProcessFacts:
     pid: int
     process_started_unix_s: float
     endpoint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What a life says that it holds: weight versions; a stack its plan, a group its shares by
+    layout."""
+
+    versions: frozenset[str]
+    plan: int = 0
+    shares: Mapping[int, GroupShare] = field(default_factory=dict)
 
 
 class Supervisor:
@@ -64,6 +78,8 @@ class Supervisor:
         self.ledger = ledger
         self.versions = VersionLedger(ledger, now_s=now_s)
         self._plan: PlacementPlan | None = None
+        self._takes_over = ledger.state.up is not None
+        self._pins_unknown_until_s = now_s + PINS_SETTLE_S if self._takes_over else now_s
         ledger.write(
             SupernodeUp(name=spec.name, preset=spec.preset, line=spec.line, partition=partition)
         )
@@ -125,6 +141,40 @@ class Supervisor:
         if facts.lost:
             return view
         return replace(view, state=ActorState.LOST, note="left over from an earlier controller")
+
+    def adoptable(self) -> tuple[Incarnation, ...]:
+        """Lives of an earlier controller that are wanted and were ready."""
+        if not self._takes_over:
+            return ()
+        facts, wanted = self.ledger.state.actors, self.scaling.wanted_actors()
+        return tuple(
+            view.incarnation
+            for name, view in self.actors.items()
+            if name in wanted and view.state is ActorState.LOST and facts[name].ready is not None
+        )
+
+    def adopt(self, incarnation: Incarnation, holding: Holding, now_s: float) -> None:
+        """A life of an earlier controller lives, and holds so much."""
+        view, facts = self.actors[incarnation.actor], self.process_of(incarnation.actor)
+        if facts is None or view.incarnation != incarnation:
+            return
+        shares = self.shares_of(view.actor).items()
+        self.actors[view.actor] = replace(
+            view, state=ActorState.READY, since_s=now_s, note="", node=facts.node, pid=facts.pid,
+            endpoint=facts.endpoint, versions=holding.versions, plan=holding.plan,
+            layouts=frozenset(n for n, share in shares if holding.shares.get(n) == share),
+        )  # fmt: skip
+
+    def take_over_plan(self) -> None:
+        """Go on with the journal's plan if a group that it names was adopted."""
+        record = self.ledger.state.plan
+        if record is None or record.layout != self.scaling.layout.number:
+            return
+        lives = {
+            view.incarnation for view in self.actors.values() if view.state is ActorState.READY
+        }
+        if any(peer.incarnation in lives for peer in record.peers):
+            self._plan = self._make_plan(record)
 
     def begin_life(self, actor: str, now_s: float) -> Incarnation:
         """Grant the next term; the actor is STARTING from here on."""
@@ -292,21 +342,29 @@ class Supervisor:
                 raise SupernodeError(f"{peer} is not ready", remedy="decide again")
             views.append(view)
         before = self.ledger.state.plan
-        plan = PlacementPlan(
-            version=(before.version if before else 0) + 1,
-            homes=layout.homes(self.text),
-            replicas=layout.replicas(self.text),
-            layout=number,
-            peers={
-                v.actor: GroupPeer(incarnation=v.incarnation, endpoint=v.endpoint) for v in views
-            },
-        )
-        validate_plan(plan, self.text)
         records = tuple(PeerRecord(incarnation=v.incarnation, endpoint=v.endpoint) for v in views)
-        self.ledger.write(PlanSwitched(version=plan.version, layout=number, peers=records))
+        record = PlanSwitched(
+            version=(before.version if before else 0) + 1, layout=number, peers=records
+        )
+        plan = self._make_plan(record)
+        validate_plan(plan, self.text)
+        self.ledger.write(record)
         self.scaling.switched(number, now_s)
         self._plan = plan
         return plan
+
+    def _make_plan(self, record: PlanSwitched) -> PlacementPlan:
+        layout = self.scaling.live_layouts()[record.layout]
+        return PlacementPlan(
+            version=record.version,
+            homes=layout.homes(self.text),
+            replicas=layout.replicas(self.text),
+            layout=record.layout,
+            peers={
+                p.incarnation.actor: GroupPeer(incarnation=p.incarnation, endpoint=p.endpoint)
+                for p in record.peers
+            },
+        )
 
     def view(self) -> ClusterView:
         """Actors, plan, the line's versions and pins (leases are the training ledger's)."""
@@ -322,6 +380,7 @@ class Supervisor:
             scale=scaling.view(),
             versions=self.versions.views(self.spec.line),
             pins=self.versions.pins(),
+            pins_unknown_until_s=self._pins_unknown_until_s,
         )
 
     def _current(self, incarnation: Incarnation, *states: ActorState) -> ActorView | None:

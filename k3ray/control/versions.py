@@ -63,8 +63,10 @@ def publish_refused(wait: WaitForPins, *, waited_s: float, now_s: float) -> Capa
     )
 
 
-def retirable(view: ClusterView) -> tuple[VersionView, ...]:
+def retirable(view: ClusterView, now_s: float) -> tuple[VersionView, ...]:
     """Active versions that are neither their line's latest nor pinned."""
+    if now_s < view.pins_unknown_until_s:
+        return ()
     return tuple(
         v for v in view.versions if v.active and not v.latest and not pins_of(view, v.version)
     )

@@ -141,6 +141,7 @@ class ClusterView:
         plan_peers: Maps a group to its term in the plan.
         scale: The change of the size that is under way.
         loads: Open requests of a stack by its last answer.
+        pins_unknown_until_s: Before, requests may be open that this controller has not heard of.
     """
 
     actors: Mapping[str, ActorView]
@@ -154,6 +155,7 @@ class ClusterView:
     loads: Mapping[str, int] = field(default_factory=dict)
     versions: tuple[VersionView, ...] = ()
     pins: tuple[PinView, ...] = ()
+    pins_unknown_until_s: float = 0.0
     leases: tuple[LeaseView, ...] = ()
     attempts: tuple[AttemptView, ...] = ()
 

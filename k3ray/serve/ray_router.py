@@ -21,7 +21,7 @@ from k3ray.actors.specs import CONTROLLER_NAME, NAMESPACE
 from k3ray.clock import Clock, Deadline, monotonic
 from k3ray.control.supervisor import ProcessFacts
 from k3ray.engine.request import Request, TokenEvent
-from k3ray.errors import DeadlineError, K3RayError, PeerLostError
+from k3ray.errors import DeadlineError, K3RayError, PeerLostError, StaleVersionError
 from k3ray.ids import Incarnation, Role
 
 HEARTBEAT_S = 5.0
@@ -63,14 +63,17 @@ class RayStackRouter:
         self._placed: dict[str, Incarnation] = {}
         self._asked_s = float("-inf")
         self._asking = asyncio.Lock()
+        self._pins: dict[str, str] = {}
 
     async def pin(self, request_id: str, version: str | None) -> str:
         """See `StackRouter.pin`."""
         pinned: str = await self._ask("pin", version, request_id)
+        self._pins[request_id] = pinned
         return pinned
 
     async def unpin(self, request_id: str) -> None:
         """See `StackRouter.unpin`; a pin that cannot be given back ends by its age."""
+        self._pins.pop(request_id, None)
         try:
             await self._ask("unpin", request_id, limit_s=self._call_s)
         except K3RayError as error:
@@ -163,12 +166,23 @@ class RayStackRouter:
                     incarnation = await self._ask(
                         "register", str(Role.INGRESS), self._ingress, pid, node, endpoint
                     )
+                    await self._pin_again()
                 else:
                     await self._ask("heartbeat", incarnation)
             except K3RayError as error:  # fenced by a new controller, or none there: once more
                 _log.warning("event=ingress.unregistered error=%s", error.code)
                 incarnation = None
             await asyncio.sleep(HEARTBEAT_S)
+
+    async def _pin_again(self) -> None:
+        """Tell a new controller what the open requests pin: pins do not outlive a controller."""
+        for request_id, version in list(self._pins.items()):
+            try:
+                await self._ask("pin", version, request_id)
+                if request_id not in self._pins:  # it ended meanwhile
+                    await self._ask("unpin", request_id)
+            except StaleVersionError as error:  # that request will fail, and say so
+                _log.warning("event=pin.lost request=%s error=%s", request_id, error)
 
     async def _refresh(self) -> None:
         """Ask for the stacks when the last answer is old; concurrent callers share one question."""

@@ -44,9 +44,7 @@ def k3ray(home: Home) -> Iterator[Command]:
 
 
 def ask(port: int) -> Stream:
-    client = OpenAI(
-        base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0, timeout=120
-    )
+    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0, timeout=120)
     return stream_completion(client, "Resume: ", max_tokens=20, seed=5, on_token=lambda _: None)
 
 
