@@ -5,28 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 
 import httpx
 import pytest
-from live import Live, live_supernode, wait_for
+from live import Live, wait_for
 from openai import OpenAI
 
 from k3ray.cli.kill_show import Stream, stream_completion
 from k3ray.errors import K3RayError
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    with live_supernode("stacks=2") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(live: Live) -> OpenAI:
-    return OpenAI(base_url=f"{live.url}/v1", api_key="x", max_retries=0, timeout=120)
 
 
 def stream(client: OpenAI, *, stop_at: int = 0, pid: int = 0) -> Stream:
@@ -72,6 +60,7 @@ def test_streams_go_on_beside_a_stopped_actor(live: Live, client: OpenAI, role: 
 
 def test_a_stopped_ingress_is_replaced(live: Live, client: OpenAI) -> None:
     golden = stream(client)
+    wait_for(lambda: live.actors("ingress") != [])  # a new controller hears of it at a heartbeat
     victim = live.actors("ingress")[0]
     began_s = time.monotonic()
     os.kill(victim["pid"], signal.SIGSTOP)

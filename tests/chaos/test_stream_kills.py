@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 import pytest
-from live import Live, live_supernode, wait_for
+from live import Live, wait_for
 from openai import OpenAI
 
 from k3ray.actors.initial_weights import write_initial_version
@@ -19,17 +19,6 @@ from k3ray.errors import K3RayError
 from k3ray.weights.store import WeightStore
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    with live_supernode("stacks=2") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(live: Live) -> OpenAI:
-    return OpenAI(base_url=f"{live.url}/v1", api_key="x", max_retries=0, timeout=120)
 
 
 def test_stream_survives_the_kill_of_a_group(live: Live) -> None:
@@ -139,9 +128,14 @@ def test_an_impossible_number_of_stacks_changes_nothing(live: Live, stacks: int,
     assert live.status()["scaling"] == before
 
 
+def host_lives(live: Live) -> list[tuple[str, int, int]]:
+    return [(a["id"], a["term"], a["pid"]) for a in live.status()["actors"] if a["experts"] or
+            a["role"] == "attention_stack"]  # fmt: skip
+
+
 def test_stream_survives_the_kill_of_the_controller(live: Live, client: OpenAI) -> None:
     golden = stream(client, "Controller: ")
-    before = live.actors("controller")[0]
+    before, hosts = live.actors("controller")[0], host_lives(live)
     seen = stream(client, "Controller: ", kill_at=12, pids=[before["pid"]])
     assert seen.steps == golden.steps
     print(f"longest gap {seen.longest_gap_s:.2f} s")
@@ -155,4 +149,5 @@ def test_stream_survives_the_kill_of_the_controller(live: Live, client: OpenAI) 
         return own["term"] > before["term"] and document["state"] == "ready"
 
     wait_for(ready_again, limit_s=120.0)
+    assert host_lives(live) == hosts, "the new controller adopts who lives"
     assert stream(client, "Controller: ").steps == golden.steps
