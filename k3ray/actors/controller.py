@@ -169,9 +169,12 @@ class ControllerCore(TrainingMethods):
         self, role: str, actor_id: str, pid: int, node: str, endpoint: str
     ) -> Incarnation:
         """A client process (ingress, train worker) comes to life; returns its incarnation."""
-        return self._running.clients.register(
-            Role(role), actor_id, (pid, node, endpoint), now_s=monotonic()
-        )
+        clients, now_s = self._running.clients, monotonic()
+        before = clients.find(actor_id)
+        life = clients.register(Role(role), actor_id, (pid, node, endpoint), now_s=now_s)
+        if before is not None:
+            self._supervisor.versions.orphan(before, now_s)
+        return life
 
     async def heartbeat(self, incarnation: Incarnation) -> None:
         """A registered client lives.

@@ -133,6 +133,11 @@ class ClientRegistry:
             return False
         return now_s - self._stopped_since.setdefault(facts.incarnation, now_s) >= self._stopped_s
 
+    def find(self, actor: str) -> Incarnation | None:
+        """The registered life of an actor."""
+        facts = self._clients.get(actor)
+        return None if facts is None else facts.incarnation
+
     def all(self) -> tuple[ClientFacts, ...]:
         """Everybody registered now."""
         return tuple(self._clients.values())

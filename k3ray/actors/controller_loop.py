@@ -360,7 +360,8 @@ class ControlLoop:
                 self.supervisor.spec.deadlines.hop_s
             ):
                 self.lost(view.incarnation, "its process is stopped")
-        self.clients.drop_dead(now_s=now_s)
+        for client in self.clients.drop_dead(now_s=now_s):
+            self.supervisor.versions.orphan(client.incarnation, now_s)
         for lease in self.supervisor.ledger.state.leases.values():
             if lease.host == socket.gethostname() and not psutil.pid_exists(lease.pid):
                 self.training.holder_gone(lease.lease_id)

@@ -18,6 +18,7 @@ from k3ray.control.ledger import Ledger
 from k3ray.control.supervisor import Supervisor
 from k3ray.control.versions import admit_publish, publish_refused
 from k3ray.errors import StaleVersionError, StoreError
+from k3ray.ids import Incarnation
 from k3ray.weights.manifest import EntryKind
 from k3ray.weights.store import WeightStore
 from k3ray.weights.version import WeightVersion
@@ -40,14 +41,17 @@ class VersionMethods(ABC):
         """
         return self._supervisor.versions.latest(line or self._spec.line)
 
-    async def pin(self, version: str | None, request_id: str) -> str:
-        """Keep a version (None: the latest) alive for a request; returns the version.
+    async def pin(
+        self, version: str | None, request_id: str, holder: Incarnation | None = None
+    ) -> str:
+        """Keep a version (None: the latest) alive for a request; returns the version. If its holder
+        ends, the pin ends `orphan_timeout_s` later.
 
         Raises:
             StaleVersionError: it is not live.
         """
         chosen = version or self._supervisor.versions.latest(self._spec.line)
-        self._supervisor.versions.pin(chosen, request_id, monotonic())
+        self._supervisor.versions.pin(chosen, request_id, monotonic(), holder=holder)
         return chosen
 
     async def unpin(self, request_id: str) -> None:

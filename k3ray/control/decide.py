@@ -83,6 +83,15 @@ def _endings(spec: SupernodeSpec, view: ClusterView, now_s: float) -> Iterator[C
                 version=pin.version,
                 reason=f"pinned for {now_s - pin.since_s:.0f} s (max {spec.max_pin_age_s:g})",
             )
+        elif (
+            pin.orphan_since_s is not None
+            and now_s - pin.orphan_since_s >= spec.engine.orphan_timeout_s
+        ):
+            yield ExpirePin(
+                request_id=pin.request_id,
+                version=pin.version,
+                reason=f"{pin.holder} ended {now_s - pin.orphan_since_s:.0f} s ago",
+            )
     expiring = {
         lease.line for lease in view.leases if lease.holder_gone or now_s >= lease.deadline_s
     }

@@ -7,10 +7,13 @@ may be committed again: that is how a line goes back.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from k3ray.control.ledger import Ledger
 from k3ray.control.records import VersionActivated, VersionCommitted, VersionRetired
 from k3ray.control.view import PinView, VersionView
 from k3ray.errors import StaleVersionError
+from k3ray.ids import Incarnation
 from k3ray.weights.version import WeightVersion
 
 
@@ -67,8 +70,11 @@ class VersionLedger:
         facts = self._ledger.state.versions.get(version)
         return facts is not None and facts.active
 
-    def pin(self, version: str, request_id: str, now_s: float) -> None:
-        """Keep `version` alive for an open request; repeating it keeps the first time.
+    def pin(
+        self, version: str, request_id: str, now_s: float, *, holder: Incarnation | None = None
+    ) -> None:
+        """Keep `version` alive for an open request; repeating it keeps the first time and takes
+        the new holder.
 
         Raises:
             StaleVersionError: the version is not live.
@@ -81,8 +87,16 @@ class VersionLedger:
                 live=tuple(self._ledger.state.versions),
             )
         known = self._pins.get(request_id)
-        if known is None or known.version != version:
-            self._pins[request_id] = PinView(request_id=request_id, version=version, since_s=now_s)
+        since_s = now_s if known is None or known.version != version else known.since_s
+        self._pins[request_id] = PinView(
+            request_id=request_id, version=version, since_s=since_s, holder=holder
+        )
+
+    def orphan(self, holder: Incarnation, now_s: float) -> None:
+        """An ingress is gone; its requests may come back by another one for a while."""
+        for pin in self._pins.values():
+            if pin.holder == holder and pin.orphan_since_s is None:
+                self._pins[pin.request_id] = replace(pin, orphan_since_s=now_s)
 
     def unpin(self, request_id: str) -> None:
         """The request is over; idempotent."""

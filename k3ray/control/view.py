@@ -78,11 +78,18 @@ class VersionView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinView:
-    """An open request keeps a version alive."""
+    """An open request keeps a version alive.
+
+    Args:
+        holder: The ingress that asked for it; None before it was registered.
+        orphan_since_s: Since when that ingress is gone.
+    """
 
     request_id: str
     version: str
     since_s: float
+    holder: Incarnation | None = None
+    orphan_since_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

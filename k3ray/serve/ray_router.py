@@ -64,10 +64,11 @@ class RayStackRouter:
         self._asked_s = float("-inf")
         self._asking = asyncio.Lock()
         self._pins: dict[str, str] = {}
+        self._life: Incarnation | None = None
 
     async def pin(self, request_id: str, version: str | None) -> str:
         """See `StackRouter.pin`."""
-        pinned: str = await self._ask("pin", version, request_id)
+        pinned: str = await self._ask("pin", version, request_id, self._life)
         self._pins[request_id] = pinned
         return pinned
 
@@ -159,26 +160,25 @@ class RayStackRouter:
 
     async def stay_registered(self, *, pid: int, node: str, endpoint: str) -> None:
         """Be known to the controller as an ingress; runs until cancelled."""
-        incarnation: Incarnation | None = None
         while True:
             try:
-                if incarnation is None:
-                    incarnation = await self._ask(
+                if self._life is None:
+                    self._life = await self._ask(
                         "register", str(Role.INGRESS), self._ingress, pid, node, endpoint
                     )
                     await self._pin_again()
                 else:
-                    await self._ask("heartbeat", incarnation)
+                    await self._ask("heartbeat", self._life)
             except K3RayError as error:  # fenced by a new controller, or none there: once more
                 _log.warning("event=ingress.unregistered error=%s", error.code)
-                incarnation = None
+                self._life = None
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _pin_again(self) -> None:
         """Tell a new controller what the open requests pin: pins do not outlive a controller."""
         for request_id, version in list(self._pins.items()):
             try:
-                await self._ask("pin", version, request_id)
+                await self._ask("pin", version, request_id, self._life)
                 if request_id not in self._pins:  # it ended meanwhile
                     await self._ask("unpin", request_id)
             except StaleVersionError as error:  # that request will fail, and say so

@@ -15,7 +15,6 @@ from k3ray.text.tool_reader import (
     check_schema,
     function_of,
     object_at,
-    read_name,
     read_tool,
     text_at,
 )
@@ -192,13 +191,15 @@ def _part(value: Any, place: str) -> str:
 
 def _call(value: Any, place: str) -> ToolCall:
     function = function_of(value, place)
-    name = read_name(function, f"{place}.function")
+    name = text_at(function, "name", f"{place}.function")
+    if name is None:
+        raise bad_field(f"{place}.function.name", "is required, as the answer gave it")
     arguments = function.get("arguments")
     place_of = f"{place}.function.arguments"
     if arguments is not None and not isinstance(arguments, str | dict):
         raise bad_field(place_of, f"must be a string of JSON, not {json_kind(arguments)}")
     if not isinstance(arguments, dict):
-        arguments = parse_arguments(arguments or "", place_of)
+        arguments = parse_arguments(arguments or "")
     return ToolCall(tool=name, arguments=arguments, call_id=text_at(value, "id", place))
 
 

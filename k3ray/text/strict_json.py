@@ -1,12 +1,14 @@
 """A client's JSON -> values, or a `BadRequestError` that says where it is wrong.
 
-Stricter than `json.loads`: no key twice, no NaN or Infinity, no half surrogate pairs (text that no
-tokenizer and no UTF-8 encoder can take), no nesting that would exhaust the stack.
+Stricter than `json.loads`: no key twice, no NaN or Infinity (nor a number that would become one),
+no half surrogate pairs (text that no tokenizer and no UTF-8 encoder can take), no nesting that
+would exhaust the stack.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, NoReturn
 
 from k3ray.errors import BadRequestError
@@ -34,22 +36,36 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def parse_arguments(text: str, place: str) -> dict[str, Any] | str:
-    """The arguments of a tool call; text that is no strict JSON comes back as it is.
+def parse_arguments(text: str) -> dict[str, Any] | str:
+    """The arguments of a tool call; what is no JSON object comes back as text.
 
-    Raises:
-        BadRequestError: it is JSON, but no object (`place` is named).
+    The answer's parser gives a call whose arguments were no object as one JSON string: that is
+    undone, so that what the model wrote comes back to it as it wrote it.
     """
     if not text.strip():
         return {}
     try:
         value = _loads(text)
+        if isinstance(value, str):
+            _check_text(value, "arguments")
+            return value
         if isinstance(value, dict):
             _check_strings(value)
+            return value
     except BadRequestError:
         return text
-    if not isinstance(value, dict):
-        raise bad_field(place, f"must hold a JSON object, not a {json_kind(value)}")
+    return text
+
+
+def finite_float(text: str) -> float:
+    """A JSON number as a float.
+
+    Raises:
+        ValueError: it is beyond what a float can hold.
+    """
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:_SHOWN]} is beyond the largest float")
     return value
 
 
@@ -92,7 +108,12 @@ def _decode(body: bytes) -> str:
 
 def _loads(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_doubles)
+        return json.loads(
+            text,
+            parse_constant=_refuse_constant,
+            parse_float=finite_float,
+            object_pairs_hook=_without_doubles,
+        )
     except json.JSONDecodeError as error:
         raise BadRequestError(
             f"the body is not valid JSON at offset {error.pos} "
@@ -107,9 +128,9 @@ def _loads(text: str) -> Any:
         ) from None
     except BadRequestError:  # a ValueError too
         raise
-    except ValueError:  # an integer of thousands of digits
+    except ValueError:  # an integer of thousands of digits, or a float beyond the largest
         raise BadRequestError(
-            "the JSON holds a number that is too long", remedy="use a smaller number", param=None
+            "the JSON holds a number that is too large", remedy="use a smaller number", param=None
         ) from None
 
 

@@ -73,7 +73,7 @@ def function_of(value: Any, place: str) -> Mapping[str, Any]:
 
 
 def read_name(fields: Mapping[str, Any], place: str) -> str:
-    """The `name` of a function; a call may repeat any name that a model made up."""
+    """The `name` of a tool's function."""
     name = text_at(fields, "name", place)
     if not name or len(name) > MAX_NAME_CHARS:
         raise bad_field(f"{place}.name", f"must have 1 to {MAX_NAME_CHARS} characters")

@@ -234,7 +234,9 @@ def _json_text(value: object, place: str) -> str:
 
 def _fenced(text: str, value: object) -> str:
     """A text and a JSON value in compact form, keys sorted at every depth, in a fenced block."""
-    written = json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+    written = json.dumps(
+        value, ensure_ascii=False, separators=(",", ":"), sort_keys=True, allow_nan=False
+    )
     return f"{text}```json\n{written}\n```"
 
 

@@ -18,10 +18,12 @@ from typing import NoReturn
 from k3ray.text.chat import Channel
 from k3ray.text.detokenize import IncrementalDetokenizer
 from k3ray.text.special_tokens import CLOSE, END_OF_MSG, OPEN, SEP
+from k3ray.text.strict_json import finite_float
 from k3ray.text.tokenizer import K3Tokenizer
 
 _CALL, _ARGUMENT, _JSON = "call", "argument", "json"
 _CHANNELS = frozenset(Channel)
+_NO_JSON = object()
 _ATTRIBUTE = re.compile(r'\s([^\s="]+)="([^"]*)"')
 
 
@@ -84,6 +86,8 @@ class AnswerParser:
         """
         if not self.done and self._tag is None:
             self._text(self._decoder.finish())
+        if self._call is not None:
+            self._grow(self._call.cut_off())
         self.done = True
         return self._taken()
 
@@ -158,7 +162,7 @@ class AnswerParser:
         elif self._call is not None and inside == _ARGUMENT:
             self._grow(self._call.argument_text(text))
         elif self._call is not None and inside == _JSON:
-            self._grow(self._call.block_text(text))
+            self._call.block_text(text)
 
     def _grow(self, arguments: str) -> None:
         if arguments and self._call is not None:
@@ -170,23 +174,29 @@ class _Call:
 
     Strings grow with their text (a long one must not look like silence); other values wait for
     their closing tag, and what is not JSON then becomes a string. A call has either arguments or
-    one block of JSON text; what comes first decides, the other is not shown.
+    one block of JSON text; what comes first decides, the other is not shown. A block waits for the
+    end of the call: an object is given as it is, anything else as one JSON string.
     """
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self._is_block = False
+        self._block: str | None = None
         self._num_arguments = 0
         self._value: str | None = None
 
     def open_block(self) -> None:
-        self._is_block = not self._num_arguments
+        if not self._num_arguments and self._block is None:
+            self._block = ""
 
-    def block_text(self, text: str) -> str:
-        return text if self._is_block else ""
+    def block_text(self, text: str) -> None:
+        if self._block is not None:
+            self._block += text
+
+    def cut_off(self) -> str:
+        return self._block or ""
 
     def open_argument(self, attributes: dict[str, str]) -> str:
-        if self._is_block:
+        if self._block is not None:
             return ""
         lead = "," if self._num_arguments else "{"
         self._num_arguments += 1
@@ -195,7 +205,7 @@ class _Call:
         return lead + _quoted(attributes.get("key", "")) + ":" + ('"' if is_string else "")
 
     def argument_text(self, text: str) -> str:
-        if self._is_block:
+        if self._block is not None:
             return ""
         if self._value is None:
             return _quoted(text)[1:-1]
@@ -203,16 +213,19 @@ class _Call:
         return ""
 
     def close_argument(self) -> str:
-        if self._is_block:
+        if self._block is not None:
             return ""
         if self._value is None:
             return '"'
-        return self._value if _is_json(self._value) else _quoted(self._value)
+        return self._value if _parsed(self._value) is not _NO_JSON else _quoted(self._value)
 
     def close(self) -> str:
         if self._num_arguments:
             return "}"
-        return "" if self._is_block else "{}"
+        if self._block is None or not self._block.strip():
+            return "{}"
+        is_object = isinstance(_parsed(self._block), dict)
+        return self._block if is_object else _quoted(self._block)
 
 
 def _attributes(text: str) -> dict[str, str]:
@@ -231,12 +244,12 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _is_json(text: str) -> bool:
+def _parsed(text: str) -> object:
+    """The value of a JSON text; `_NO_JSON` for anything else, a number beyond floats included."""
     try:
-        json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_refuse, parse_float=finite_float)
     except (ValueError, RecursionError):
-        return False
-    return True
+        return _NO_JSON
 
 
 def _refuse(name: str) -> NoReturn:

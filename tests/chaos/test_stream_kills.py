@@ -129,8 +129,8 @@ def test_an_impossible_number_of_stacks_changes_nothing(live: Live, stacks: int,
 
 
 def host_lives(live: Live) -> list[tuple[str, int, int]]:
-    return [(a["id"], a["term"], a["pid"]) for a in live.status()["actors"] if a["experts"] or
-            a["role"] == "attention_stack"]  # fmt: skip
+    hosts = (*live.actors("expert_group"), *live.actors("attention_stack"))
+    return sorted((a["id"], a["term"], a["pid"]) for a in hosts)
 
 
 def test_stream_survives_the_kill_of_the_controller(live: Live, client: OpenAI) -> None:

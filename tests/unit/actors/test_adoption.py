@@ -4,9 +4,11 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 
 import pytest
 
+from k3ray.actors.controller_cluster import own_node
 from tests.support.controller_bench import Bench, entry
 
 
@@ -125,6 +127,33 @@ def test_no_version_is_retired_before_the_pins_are_known(two, monkeypatch):
         assert [v["version"] for v in (await second.core.status())["versions"]] == [old, new]
         await second.core.unpin("req-1")
         await second.until(lambda d: [v["version"] for v in d["versions"]] == [new])
+
+    two(scenario)
+
+
+def test_pins_end_some_time_after_their_ingress(two):
+    """Killed, or replaced under its name; a request that came back by another one has its own."""
+
+    async def scenario(first, follow):
+        old = (await first.ready())["versions"][0]["version"]
+        core = first.core
+        spec = core._spec.engine.model_copy(update={"orphan_timeout_s": 0.6})
+        core._supervisor.scaling.spec = core._supervisor.spec.model_copy(update={"engine": spec})
+        process = subprocess.Popen(["sleep", "1000"])
+        killed = await core.register("ingress", "ingress-0", process.pid, own_node(), "http://x")
+        other = await core.register("ingress", "ingress-1", os.getpid(), own_node(), "http://x")
+        await core.pin(None, "req-1", killed)
+        await core.pin(None, "req-2", killed)
+        await core.pin(None, "req-3", other)
+        process.kill()
+        process.wait()
+        await first.until(lambda d: all(a["id"] != "ingress-0" for a in d["actors"]))
+        await core.pin(old, "req-2", other)
+        assert (await core.weight_info())["live"][0]["pins"] == 3, "its client may come back"
+        await first.until(lambda d: d["versions"][0]["pins"] == 2)
+        await core.register("ingress", "ingress-1", os.getpid(), own_node(), "http://x")
+        await first.until(lambda d: d["versions"][0]["pins"] == 0)
+        await follow()
 
     two(scenario)
 

@@ -152,7 +152,7 @@ def test_bad_completion_field_is_named(fields: dict[str, Any], param: str) -> No
         (b'{"model": NaN}', "NaN"),
         (b'{"a":' * 100_000, "nested too deep"),
         (b'{"a":' + b"[" * 80 + b"]" * 80 + b"}", "nested deeper"),
-        (b'{"a":' + b"9" * 5000 + b"}", "too long"),
+        (b'{"a":' + b"9" * 5000 + b"}", "too large"),
         (b'{"a": 1, "b": [{"c": 1, "d": 2, "c": 1}]}', 'key "c" stands twice'),
     ],
     ids=["syntax", "empty", "utf8", "array", "nan", "deep", "deeper", "digits", "double"],
