@@ -55,6 +55,12 @@ def typed_error(error: RayError, *, peer: str, method: str) -> K3RayError:
     cause = getattr(error, "cause", None)
     if isinstance(cause, K3RayError):
         return cause
+    if isinstance(error, RayActorError) and getattr(error, "actor_init_failed", False):
+        said = str(error).strip().splitlines()
+        return SupernodeError(
+            f"{peer} could not begin: {said[-1] if said else type(error).__name__}",
+            remedy="mend what it says and try again", peer=peer,
+        )  # fmt: skip
     if isinstance(error, RayActorError):
         return PeerLostError(
             f"{peer} died or cannot be reached during {method}",

@@ -40,7 +40,9 @@ from k3ray.config.home import Home
 from k3ray.config.load import config_digest
 from k3ray.config.resolve import resolve_model
 from k3ray.config.supernode import SupernodeSpec
+from k3ray.control.view import group_ids
 from k3ray.errors import K3RayError, SupernodeError, TransportError
+from k3ray.placement.layout import even_partition, first_layout
 
 Say = Callable[[str], None]
 
@@ -225,6 +227,7 @@ def _bring_up(spec: SupernodeSpec, home: Home, cluster: LocalClusterConfig, say:
     from k3ray.placement.fits import check_fits
 
     check_fits(spec, cluster)
+    check_layout(spec)
     check_disk(home)
     stop_local_ray(home, grace_s=1.0)  # leftovers of a cluster that died
     started = time.monotonic()
@@ -307,6 +310,13 @@ def _stop_politely(home: Home, say: Say) -> None:
         say(f"the controller did not answer ({type(error).__name__}), killing the cluster")
     finally:
         ray.shutdown()
+
+
+def check_layout(spec: SupernodeSpec) -> None:
+    """Raise `PlanError` when the spec's partition and replication make no layout of its model."""
+    experts = resolve_model(spec).text_config.num_experts
+    partition = spec.partition or even_partition(experts, spec.groups)
+    first_layout(partition, group_ids(spec.groups), spec.replication, experts)
 
 
 def check_disk(home: Home, *, needed_bytes: int = 1 << 30) -> None:

@@ -77,14 +77,18 @@ def convert(
     *,
     overwrite: Overwrite = False,
 ) -> None:
-    """Copy with the routed experts in another format; all else byte for byte."""
+    """Copy with the routed experts in another format; tensors and the folder's other files (the
+    tokenizer, say) byte for byte, `config.json` with the keys that it had."""
     from k3ray.model.checkpoint_codec import converted, same_bytes
     from k3ray.weights.checkpoint import Checkpoint
     from k3ray.weights.checkpoint_writer import write_checkpoint
 
     opened = Checkpoint.open(checkpoint)
     source = same_bytes(opened) if experts is opened.experts else converted(opened)
-    write_checkpoint(out, opened.model, experts, source, overwrite=overwrite, progress=_reporter())
+    write_checkpoint(
+        out, opened.model, experts, source, overwrite=overwrite, extras=opened.extras(),
+        keep=opened.config_document(), progress=_reporter(),
+    )  # fmt: skip
     typer.echo(f"wrote {out} (experts {opened.experts} -> {experts})")
 
 

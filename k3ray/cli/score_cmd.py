@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,8 @@ import typer
 
 from k3ray.config.numeric import NumericMode
 from k3ray.errors import BadRequestError
+
+_NUMBER = re.compile(r"-?[0-9]{1,12}")
 
 
 def score(
@@ -91,10 +94,11 @@ def _tokens(token_ids: str | None, token_file: Path | None) -> list[int]:
 
 
 def _parse(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
+    parts = [part.strip() for part in text.strip().rstrip(",").split(",")]
+    wrong = [part for part in parts if not _NUMBER.fullmatch(part)]
+    if wrong:
         raise BadRequestError(
-            f"{text[:80]!r} is no comma-separated list of numbers",
+            f"{wrong[0][:80]!r} is no token id; a comma-separated list of numbers is wanted",
             remedy="give e.g. --token-ids 1,2,3", param="token_ids",
-        ) from error  # fmt: skip
+        )  # fmt: skip
+    return [int(part) for part in parts]

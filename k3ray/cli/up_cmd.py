@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,6 +11,8 @@ from k3ray.cli.narrate import Narrator
 from k3ray.cli.status_cmd import places
 from k3ray.cli.supernode_args import home_from_environment, read_cluster, read_spec
 from k3ray.config.home import Home
+from k3ray.config.resolve import resolve_tokenizer
+from k3ray.config.supernode import SupernodeSpec
 
 if TYPE_CHECKING:
     from k3ray.actors.supernode import Supernode
@@ -37,6 +40,7 @@ def up(
             supernode = _resume(home, narrator)
     else:
         spec, local = read_spec(config, overrides or [], preset), read_cluster(cluster)
+        check_tokenizer(spec)
         with narrator.interruptible(left), narrator.phase("bringing the supernode up"):
             from k3ray.actors.supernode import ensure_up
 
@@ -45,6 +49,19 @@ def up(
     for line in places(supernode, supernode.call("status", limit_s=30.0)):
         typer.echo(line)
     typer.echo("next: `k3ray serve` for HTTP, `k3ray status` to look, `k3ray down` to end it")
+
+
+def check_tokenizer(spec: SupernodeSpec) -> None:
+    """Refuse a tokenizer that is there and is none; one that is not there yet may be curated.
+
+    Raises:
+        DataError: the file is no tokenizer.
+    """
+    file = resolve_tokenizer(spec)
+    if file is not None and Path(file).exists():
+        from k3ray.text.tokenizer import K3Tokenizer
+
+        K3Tokenizer.load(file)
 
 
 def _resume(home: Home, narrator: Narrator) -> Supernode:

@@ -14,6 +14,9 @@ from pydantic import Field, model_validator
 
 from k3ray.config.base import Strict
 
+MAX_SIZE = 1 << 30
+"""Beyond any model; keeps a hostile config from costing memory before it is refused."""
+
 
 class LayerKind(StrEnum):
     """Attention kind of a decoder layer."""
@@ -36,34 +39,34 @@ class LinearAttnConfig(Strict):
 class TextConfig(Strict):
     """The language model (`text_config` of the release)."""
 
-    vocab_size: int = Field(gt=256)
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    num_hidden_layers: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
-    num_key_value_heads: int = Field(gt=0)
-    max_position_embeddings: int = Field(gt=0)
-    q_lora_rank: int = Field(gt=0)
-    kv_lora_rank: int = Field(gt=0)
-    qk_nope_head_dim: int = Field(gt=0)
-    qk_rope_head_dim: int = Field(gt=0)
-    v_head_dim: int = Field(gt=0)
-    num_experts: int = Field(gt=0)
-    num_experts_per_token: int = Field(gt=0)
-    num_shared_experts: int = Field(gt=0)
-    moe_intermediate_size: int = Field(gt=0)
-    routed_expert_hidden_size: int = Field(gt=0)
-    routed_scaling_factor: float = 1.0
-    first_k_dense_replace: int = Field(default=1, ge=0)
-    moe_layer_freq: int = Field(default=1, ge=1)
-    activation_situ_beta: float = 4.0
-    activation_situ_linear_beta: float | None = 25.0
-    attn_res_block_size: int = Field(gt=0)
+    vocab_size: int = Field(gt=256, le=MAX_SIZE)
+    hidden_size: int = Field(gt=0, le=MAX_SIZE)
+    intermediate_size: int = Field(gt=0, le=MAX_SIZE)
+    num_hidden_layers: int = Field(gt=0, le=4096)
+    num_attention_heads: int = Field(gt=0, le=MAX_SIZE)
+    num_key_value_heads: int = Field(gt=0, le=MAX_SIZE)
+    max_position_embeddings: int = Field(gt=0, le=MAX_SIZE)
+    q_lora_rank: int = Field(gt=0, le=MAX_SIZE)
+    kv_lora_rank: int = Field(gt=0, le=MAX_SIZE)
+    qk_nope_head_dim: int = Field(gt=0, le=MAX_SIZE)
+    qk_rope_head_dim: int = Field(gt=0, le=MAX_SIZE)
+    v_head_dim: int = Field(gt=0, le=MAX_SIZE)
+    num_experts: int = Field(gt=0, le=1 << 16)
+    num_experts_per_token: int = Field(gt=0, le=MAX_SIZE)
+    num_shared_experts: int = Field(gt=0, le=MAX_SIZE)
+    moe_intermediate_size: int = Field(gt=0, le=MAX_SIZE)
+    routed_expert_hidden_size: int = Field(gt=0, le=MAX_SIZE)
+    routed_scaling_factor: float = Field(default=1.0, gt=0)
+    first_k_dense_replace: int = Field(default=1, ge=0, le=MAX_SIZE)
+    moe_layer_freq: int = Field(default=1, ge=1, le=MAX_SIZE)
+    activation_situ_beta: float = Field(default=4.0, gt=0)
+    activation_situ_linear_beta: float | None = Field(default=25.0, gt=0)
+    attn_res_block_size: int = Field(gt=0, le=MAX_SIZE)
     rms_norm_eps: float = Field(default=1e-5, gt=0)
     initializer_range: float = Field(default=0.02, gt=0)
-    bos_token_id: int = Field(ge=0)
-    eos_token_id: int = Field(ge=0)
-    pad_token_id: int = Field(ge=0)
+    bos_token_id: int = Field(ge=0, le=MAX_SIZE)
+    eos_token_id: int = Field(ge=0, le=MAX_SIZE)
+    pad_token_id: int = Field(ge=0, le=MAX_SIZE)
     linear_attn_config: LinearAttnConfig
 
     @model_validator(mode="after")
@@ -80,6 +83,11 @@ class TextConfig(Strict):
                 f"linear_attn_config.full_attn_layers {full} must be 1-based layers within "
                 f"num_hidden_layers ({self.num_hidden_layers})"
             )
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if getattr(self, name) >= self.vocab_size:
+                problems.append(
+                    f"{name} ({getattr(self, name)}) must be below vocab_size ({self.vocab_size})"
+                )
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -115,17 +123,17 @@ class VisionConfig(Strict):
     the release's.
     """
 
-    patch_size: int = Field(default=14, gt=0)
-    init_pos_emb_height: int = Field(default=64, gt=0)
-    init_pos_emb_width: int = Field(default=64, gt=0)
-    init_pos_emb_time: int = Field(default=4, gt=0)
+    patch_size: int = Field(default=14, gt=0, le=MAX_SIZE)
+    init_pos_emb_height: int = Field(default=64, gt=0, le=MAX_SIZE)
+    init_pos_emb_width: int = Field(default=64, gt=0, le=MAX_SIZE)
+    init_pos_emb_time: int = Field(default=4, gt=0, le=MAX_SIZE)
     pos_emb_type: str = "divided_fixed"
     pos_emb_interpolation_mode: str = "bilinear"
-    vt_hidden_size: int = Field(default=1024, gt=0)
-    vt_num_hidden_layers: int = Field(default=27, gt=0)
-    vt_num_attention_heads: int = Field(default=12, gt=0)
-    qkv_hidden_size: int = Field(default=1536, gt=0)
-    vt_intermediate_size: int = Field(default=4096, gt=0)
+    vt_hidden_size: int = Field(default=1024, gt=0, le=MAX_SIZE)
+    vt_num_hidden_layers: int = Field(default=27, gt=0, le=4096)
+    vt_num_attention_heads: int = Field(default=12, gt=0, le=MAX_SIZE)
+    qkv_hidden_size: int = Field(default=1536, gt=0, le=MAX_SIZE)
+    vt_intermediate_size: int = Field(default=4096, gt=0, le=MAX_SIZE)
     norm_type: str = "rmsnorm"
     attn_bias: bool = False
     linear_bias: bool = False
@@ -135,10 +143,10 @@ class VisionConfig(Strict):
     merge_kernel_size: tuple[int, int] = (2, 2)
     merge_type: str = "sd2_tpool"
     mm_projector_type: str = "patchmergerv2"
-    mm_hidden_size: int = Field(default=1024, gt=0)
+    mm_hidden_size: int = Field(default=1024, gt=0, le=MAX_SIZE)
     projector_hidden_act: str = "gelu"
     projector_ln_eps: float = Field(default=1e-5, gt=0)
-    text_hidden_size: int = Field(default=7168, gt=0)
+    text_hidden_size: int = Field(default=7168, gt=0, le=MAX_SIZE)
 
 
 class ModelConfig(Strict):

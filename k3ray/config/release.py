@@ -20,6 +20,7 @@ from k3ray.config.model import LinearAttnConfig, ModelConfig, TextConfig, Vision
 from k3ray.config.violations import describe
 
 _MISSING = object()
+MAX_LAYERS = 4096
 
 
 def read_release_config(path: str) -> ModelConfig:
@@ -38,6 +39,7 @@ def release_config(data: Mapping[str, Any], *, source: str) -> ModelConfig:
     quantization = _section(text, "quantization_config")
     vision = _section(data, "vision_config")
     violations = [
+        *_check_sections(data, text),
         *_check_keys(
             data, "", facts.TOP_FIXED,
             facts.TOP_SECTIONS | facts.TOP_SHARED | facts.TOP_INERT,
@@ -85,6 +87,15 @@ def _section(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def _check_sections(data: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str]:
+    """A section that is there must be a mapping (or null), or it would count as left out."""
+    for place, holder, key in (
+        ("", data, "vision_config"), ("text_config.", text, "quantization_config"),
+    ):  # fmt: skip
+        if holder.get(key) is not None and not isinstance(holder[key], Mapping):
+            yield f"{place}{key}: must be a mapping or null"
+
+
 def _check_keys(
     data: Mapping[str, Any],
     prefix: str,
@@ -125,6 +136,11 @@ def _check_kda_layers(text: Mapping[str, Any], linear: Mapping[str, Any]) -> Ite
     if not (isinstance(kda, list) and isinstance(full, list) and isinstance(count, int)):
         return  # a missing full_attn_layers is reported as such; kda_layers may be left out
     listed = [*kda, *full]
+    if not all(type(layer) is int for layer in listed):
+        yield "text_config.linear_attn_config.kda_layers: must hold whole numbers"
+        return
+    if max(count, len(listed)) > MAX_LAYERS:
+        return  # refused for its number of layers
     wrong = sorted({*range(1, count + 1)} ^ {*listed}, key=str)
     twice = sorted({layer for layer in listed if listed.count(layer) > 1}, key=str)
     if wrong or twice:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from k3ray.config import release_facts as facts
@@ -65,6 +66,20 @@ def release_json(model: ModelConfig, *, packed_experts: bool) -> dict[str, Any]:
         "text_config": text_document,
         "vision_config": None if vision is None else vision.model_dump(mode="json"),
     }
+
+
+def with_kept_keys(document: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """`document` with the keys of an earlier one that it lacks, in every section; but not its
+    quantisation, which tells a format that may have changed."""
+    merged = {k: v for k, v in kept.items() if k not in document and k != "quantization_config"}
+    for key, value in document.items():
+        before = kept.get(key)
+        nested = key != "quantization_config" and isinstance(value, Mapping)
+        if nested and isinstance(before, Mapping):
+            merged[key] = with_kept_keys(value, before)
+        else:
+            merged[key] = value
+    return merged
 
 
 def _kda_layers(text: TextConfig) -> list[int]:

@@ -122,6 +122,13 @@ def check_sampling(params: SamplingParams, *, vocab_size: int) -> None:
         "stop_token_ids": all(0 <= token < vocab_size for token in params.stop_token_ids),
     }
     for name, good in in_range.items():
+        if name == "logit_bias" and not good:
+            wrong = [token for token, _ in params.logit_bias if not 0 <= token < vocab_size]
+            raise BadRequestError(
+                f"logit_bias: token {wrong[0]} is outside [0, {vocab_size})"
+                if wrong else "logit_bias: a bias is not finite",
+                remedy="use the served tokenizer's ids and numbers from -100 to 100", param=name,
+            )  # fmt: skip
         if not good:
             raise BadRequestError(
                 f"{name} is out of range: {getattr(params, name)!r}",

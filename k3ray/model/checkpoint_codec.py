@@ -96,16 +96,17 @@ def check_numbers(checkpoint: Checkpoint) -> Iterator[TensorSpec]:
         CheckpointError: `kind` "number", or a file that cannot be read.
     """
     for spec in checkpoint.by_file():
-        if spec.dtype != "U8":
-            _finite(checkpoint, spec.name)
-        elif spec.name.endswith(SCALE):
-            read_matrix(checkpoint, spec.name.removeprefix(TEXT_PREFIX).replace(SCALE, ".weight"))
+        _checked_bytes(checkpoint, spec)
         yield spec
 
 
 def same_bytes(checkpoint: Checkpoint) -> ReadBytes:
-    """A source for a copy in the same format: every byte as it is."""
-    return lambda spec: checkpoint.read(spec.name)
+    """A source for a copy in the same format: every byte as it is.
+
+    Raises (when read):
+        CheckpointError: `kind` "number": a value is not finite.
+    """
+    return lambda spec: _checked_bytes(checkpoint, spec)
 
 
 def converted(checkpoint: Checkpoint) -> ReadBytes:
@@ -117,7 +118,7 @@ def converted(checkpoint: Checkpoint) -> ReadBytes:
     experts = source_of(lambda name: read_matrix(checkpoint, name))
 
     def read(spec: TensorSpec) -> bytes | bytearray | memoryview:
-        return experts(spec) if ".experts." in spec.name else checkpoint.read(spec.name)
+        return experts(spec) if ".experts." in spec.name else _checked_bytes(checkpoint, spec)
 
     return read
 
@@ -189,11 +190,21 @@ def _generator(seed: int, name: str) -> torch.Generator:
     return keyed_generator(f"checkpoint/{seed}/{name}")
 
 
+def _checked_bytes(checkpoint: Checkpoint, spec: TensorSpec) -> bytearray:
+    """A tensor's bytes, once its numbers are known to be finite (codes with their scales)."""
+    if spec.dtype == "U8":
+        if spec.name.endswith(SCALE):
+            read_matrix(checkpoint, spec.name.removeprefix(TEXT_PREFIX).replace(SCALE, ".weight"))
+        return checkpoint.read(spec.name)
+    data = checkpoint.read(spec.name)
+    if not bool(torch.isfinite(from_bytes(spec, data)).all()):
+        raise _bad_number(checkpoint, spec.name)
+    return data
+
+
 def _finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    tensor = from_bytes(checkpoint.spec(name), checkpoint.read(name))
-    if not bool(torch.isfinite(tensor).all()):
-        raise _bad_number(checkpoint, name)
-    return tensor
+    spec = checkpoint.spec(name)
+    return from_bytes(spec, _checked_bytes(checkpoint, spec))
 
 
 def _bad_number(checkpoint: Checkpoint, name: str) -> CheckpointError:

@@ -9,7 +9,7 @@ import torch
 
 from k3ray.config.model import TextConfig
 from k3ray.config.numeric import NumericMode
-from k3ray.errors import BadRequestError, ContextLengthError
+from k3ray.errors import BadRequestError, ContextLengthError, NumericError
 from k3ray.model.checkpoint_codec import read_dense, read_expert
 from k3ray.model.expert_bank import ExpertBank
 from k3ray.model.expert_stack import all_experts
@@ -61,6 +61,7 @@ class CheckpointScorer:
         A bad input is raised here, not at the first piece.
 
         Raises:
+            NumericError: (at a piece) a logit is not finite.
             BadRequestError: no tokens, an id out of range, or the image placeholder of a model
                 that has a vision tower.
             ContextLengthError: more tokens than the model's context.
@@ -75,7 +76,16 @@ class CheckpointScorer:
         for start in range(0, len(tokens_T), PREFILL_TOKENS):
             part_T = tokens_T[start : start + PREFILL_TOKENS]
             span = SeqSpan(slot=0, pages=tuple(range(num_pages)), start=start, length=len(part_T))
-            yield self.model.forward_serve(part_T, [span], state, self._executor, all_rows=True)
+            logits_TV = self.model.forward_serve(
+                part_T, [span], state, self._executor, all_rows=True
+            )
+            if not bool(torch.isfinite(logits_TV).all()):
+                raise NumericError(
+                    f"the model gives NaN or infinity between tokens {start} and "
+                    f"{start + len(part_T) - 1}",
+                    remedy="its weights are finite but too large to compute with",
+                )
+            yield logits_TV
 
     def _check(self, token_ids: Sequence[int]) -> None:
         if not token_ids:

@@ -192,7 +192,7 @@ async def _answer(service: Service, request: Request, parse: Callable[..., Call]
     try:
         call = parse(await _read_body(request), models=service.settings.models)
         key, last_event = _read_headers(request)
-        version = request.headers.get("x-k3ray-version")
+        version = request.headers.get("x-k3ray-version") or None
         answer = await service.open(call, key, last_event, version=version)
     except Exception as error:
         return _refuse(service, error)

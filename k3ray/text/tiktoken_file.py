@@ -27,10 +27,10 @@ def read_ranks(document: str) -> list[bytes]:
         if not line.strip():
             continue
         try:
-            coded, rank_text = line.split()
+            coded, rank_text = line.split(maxsplit=1)
             token, rank = base64.b64decode(coded, validate=True), int(rank_text)
-        except (ValueError, binascii.Error) as error:
-            raise _refused(f"line {number} is no base64 token and rank: {error}") from None
+        except (ValueError, binascii.Error):
+            raise _refused(f"line {number} is no base64 token and rank") from None
         if rank in by_rank:
             raise _refused(f"line {number}: rank {rank} is there twice")
         by_rank[rank] = token

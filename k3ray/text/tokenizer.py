@@ -69,6 +69,11 @@ class K3Tokenizer:
             raise DataError(
                 f"cannot read tokenizer {path}: {error}", remedy="curate a data set first"
             ) from error
+        except DataError as error:
+            raise DataError(
+                f"{path} is neither a tokenizer.json nor a tiktoken.model: {error.message}",
+                remedy="curate the data set again, or copy the release's file again",
+            ) from error
 
     @classmethod
     def byte_level(cls, vocab_size: int = 2 * NUM_SPECIAL) -> K3Tokenizer:

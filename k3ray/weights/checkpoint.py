@@ -14,18 +14,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from k3ray.config.load import read_mapping
 from k3ray.config.model import ModelConfig
 from k3ray.config.numeric import ExpertFormat
 from k3ray.config.release import read_release_config
 from k3ray.errors import CheckpointError, ConfigError
-from k3ray.weights.release_layout import TensorSpec, release_shards
-from k3ray.weights.safetensors_io import StoredTensor, read_bytes, read_header, refused
+from k3ray.weights.release_layout import TensorSpec, num_routed, release_shards
+from k3ray.weights.safetensors_io import (
+    StoredTensor,
+    no_duplicates,
+    read_bytes,
+    read_header,
+    refused,
+    require_file,
+)
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MAX_NAMED = 3
 """Names quoted in an error."""
+MAX_CONFIG_BYTES = 16 * 1024 * 1024
+MAX_INDEX_BYTES = 512 * 1024 * 1024
+"""The release's index has 60 MB; what is far larger is not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +65,15 @@ class Checkpoint:
         """
         folder = Path(path)
         model = _read_config(folder / CONFIG_FILE)
-        tensors, weight_map = _read_files(folder)
+        tensors, weight_map, total_size = _read_files(folder)
         if weight_map is not None:
             _compare_index(folder / INDEX_FILE, weight_map, tensors)
         experts = _format_of(folder, tensors)
         _compare(folder, model, experts, {n: s.spec for n, (_, s) in tensors.items()})
+        held = sum(stored.spec.size_bytes for _, stored in tensors.values())
+        if total_size not in (None, held):
+            reason = f"total_size is {total_size}, the tensors have {held} bytes"
+            raise refused(folder / INDEX_FILE, "index", reason)
         return Checkpoint(path=folder, model=model, experts=experts, tensors=tensors)
 
     def spec(self, name: str) -> TensorSpec:
@@ -73,6 +88,16 @@ class Checkpoint:
         """
         return read_bytes(*self.tensors[name])
 
+    def extras(self) -> tuple[Path, ...]:
+        """The folder's other regular files: tokenizer, licence, code."""
+        own = {CONFIG_FILE, INDEX_FILE, *(path.name for path, _ in self.tensors.values())}
+        others = (p for p in self.path.iterdir() if p.name not in own and p.is_file())
+        return tuple(sorted(p for p in others if not p.name.startswith(".")))
+
+    def config_document(self) -> dict[str, Any]:
+        """Its `config.json` as it lies there, with keys that mean nothing to the model."""
+        return read_mapping(str(self.path / CONFIG_FILE))
+
     def by_file(self) -> Iterator[TensorSpec]:
         """All tensors in the order in which they lie on disk."""
         places = sorted(self.tensors.values(), key=lambda place: (place[0].name, place[1].offset))
@@ -80,6 +105,8 @@ class Checkpoint:
 
 
 def _read_config(path: Path) -> ModelConfig:
+    if path.exists():
+        require_file(path, most_bytes=MAX_CONFIG_BYTES)
     try:
         return read_release_config(str(path))
     except ConfigError as error:
@@ -91,17 +118,18 @@ def _read_config(path: Path) -> ModelConfig:
 
 def _read_files(
     folder: Path,
-) -> tuple[dict[str, tuple[Path, StoredTensor]], dict[str, str] | None]:
-    """Tensors by name with their files, and the index's map where there is an index."""
+) -> tuple[dict[str, tuple[Path, StoredTensor]], dict[str, str] | None, int | None]:
+    """Tensors by name with their files; the index's map and total size where there is one."""
     weight_map: dict[str, str] | None = None
+    total_size: int | None = None
     if (folder / INDEX_FILE).exists():
-        weight_map = _read_index(folder / INDEX_FILE)
+        weight_map, total_size = _read_index(folder / INDEX_FILE)
         files = sorted(set(weight_map.values()))
     elif (folder / SINGLE_FILE).exists():
         files = [SINGLE_FILE]
     else:
         raise refused(folder, "missing", f"neither {INDEX_FILE} nor {SINGLE_FILE}")
-    present = {p.name for p in folder.glob("*.safetensors")}
+    present = {p.name for p in folder.iterdir() if p.name in files or p.suffix == ".safetensors"}
     if absent := sorted(set(files) - present):
         raise refused(folder, "missing", f"{len(absent)} files: {', '.join(absent[:MAX_NAMED])}")
     if surplus := sorted(present - set(files)):
@@ -113,13 +141,18 @@ def _read_files(
             if name in tensors:
                 raise refused(path, "extra", f"{name} is in {tensors[name][0].name}, too")
             tensors[name] = (path, stored)
-    return tensors, weight_map
+    return tensors, weight_map, total_size
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
+    """Files by tensor, and the bytes of all tensors if the index says them."""
+    require_file(path, most_bytes=MAX_INDEX_BYTES)
     try:
-        document: Any = json.loads(path.read_text(encoding="utf-8"))
+        document: Any = json.loads(
+            path.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates
+        )
         weight_map = document["weight_map"]
+        total_size = document.get("metadata", {}).get("total_size")
         ok = all(
             isinstance(name, str) and isinstance(file, str) and Path(file).name == file
             for name, file in weight_map.items()
@@ -128,7 +161,9 @@ def _read_index(path: Path) -> dict[str, str]:
         raise refused(path, "index", f"{type(error).__name__}: {error}") from error
     if not ok:
         raise refused(path, "index", "weight_map must map names to files in this folder")
-    return dict(weight_map)
+    if total_size is not None and type(total_size) is not int:
+        raise refused(path, "index", f"total_size is {total_size!r}, not a number of bytes")
+    return dict(weight_map), total_size
 
 
 def _compare_index(
@@ -161,6 +196,12 @@ def _format_of(folder: Path, tensors: Mapping[str, tuple[Path, StoredTensor]]) -
 def _compare(
     folder: Path, model: ModelConfig, experts: ExpertFormat, found: Mapping[str, TensorSpec]
 ) -> None:
+    asked = num_routed(model.text_config)
+    if asked > len(found):
+        raise refused(
+            folder, "missing",
+            f"the config asks for {asked} tensors of experts alone, {len(found)} are there",
+        )  # fmt: skip
     try:
         wanted = {s.name: s for shard in release_shards(model, experts) for s in shard.tensors}
     except ConfigError as error:

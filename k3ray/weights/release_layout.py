@@ -110,6 +110,11 @@ def total_bytes(model: ModelConfig, experts: ExpertFormat) -> int:
     return sum(spec.size_bytes for spec in specs) + routed
 
 
+def num_routed(text: TextConfig) -> int:
+    """Matrices of all routed experts: fewer tensors than that cannot be a whole checkpoint."""
+    return len(text.moe_layers) * text.num_experts * len(EXPERT_MATRICES)
+
+
 def expert_bytes(text: TextConfig, experts: ExpertFormat) -> int:
     """Bytes of one routed expert."""
     return sum(spec.size_bytes for spec in _expert(text, "", experts))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,11 @@ from k3ray.weights.shard import sync
 MAX_HEADER_BYTES = 100_000_000
 """The reference implementation's bound."""
 
+MAX_DIMS = 8
+MAX_FILE_BYTES = 1 << 50
+"""Beyond anything that a checkpoint holds: numbers in a header are refused before they are used."""
+
+_MAX_REASON = 300
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 
@@ -44,6 +50,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         CheckpointError: `kind` is "unreadable", "header", "dtype", "offsets", "truncated" or
             "trailing".
     """
+    require_file(path)
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -125,8 +132,27 @@ def write_file(
         sync(file)
 
 
+def require_file(path: Path, *, most_bytes: int = MAX_FILE_BYTES) -> None:
+    """Refuse what is no regular file (a pipe would never end), or is larger than `most_bytes`.
+
+    Raises:
+        CheckpointError: `kind` "missing" or "unreadable".
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError as error:
+        raise refused(path, "missing", "there is no such file") from error
+    except OSError as error:
+        raise refused(path, "unreadable", str(error)) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise refused(path, "unreadable", "this is not a regular file")
+    if found.st_size > most_bytes:
+        raise refused(path, "unreadable", f"{found.st_size} bytes, {most_bytes} are the most")
+
+
 def refused(path: Path, kind: str, reason: str) -> CheckpointError:
     """The error that refuses a checkpoint because of one of its files."""
+    reason = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in reason[:_MAX_REASON])
     return CheckpointError(
         f"{path}: {kind}: {reason}",
         remedy="nothing was loaded; copy the file again or use another checkpoint",
@@ -137,7 +163,7 @@ def refused(path: Path, kind: str, reason: str) -> CheckpointError:
 
 def _parse(path: Path, raw: bytes, data_start: int) -> dict[str, StoredTensor]:
     try:
-        header = json.loads(raw, object_pairs_hook=_no_duplicates)
+        header = json.loads(raw, object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
         raise refused(path, "header", f"not JSON: {error}") from error
     if not isinstance(header, dict):
@@ -157,15 +183,18 @@ def _entry(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
         raise refused(path, "header", f"{name} lacks dtype, shape or data_offsets") from error
     if not all(type(n) is int and n >= 0 for n in numbers):
         raise refused(path, "header", f"{name} has sizes that are no numbers")
-    if dtype not in DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise refused(path, "dtype", f"{name} has dtype {dtype}, not {', '.join(DTYPE_BYTES)}")
+    if len(shape) > MAX_DIMS or max(numbers) > MAX_FILE_BYTES:
+        raise refused(path, "shape", f"{name} has {len(shape)} dims or a size beyond any file")
     if end - begin != math.prod(shape) * DTYPE_BYTES[dtype]:
         raise refused(path, "offsets", f"{name} has {end - begin} bytes for {dtype} {shape}")
     spec = TensorSpec(name=name, dtype=dtype, shape=tuple(shape))
     return StoredTensor(spec=spec, offset=data_start + begin)
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON in which no name occurs twice; for `object_pairs_hook`."""
     document = dict(pairs)
     if len(document) != len(pairs):
         raise ValueError("a name occurs twice")

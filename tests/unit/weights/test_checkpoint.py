@@ -151,6 +151,39 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
         shard_of(f, NORM), lambda h: h[NORM].update(shape=[-64]))),
     "unknown dtype": ("dtype", lambda f: edit_header(
         shard_of(f, NORM), lambda h: h[NORM].update(dtype="F16"))),
+    "dtype is no text": ("dtype", lambda f: edit_header(
+        shard_of(f, NORM), lambda h: h[NORM].update(dtype=["F32"]))),
+    "sizes beyond any file": ("shape", lambda f: edit_header(
+        shard_of(f, NORM), lambda h: h[NORM].update(shape=[10**18] * 9))),
+    "a pipe for a file": ("unreadable", lambda f: (
+        shard_of(f, NORM).unlink(), os.mkfifo(f / "model-00003-of-000006.safetensors"))),
+    "a pipe for the index": ("unreadable", lambda f: (
+        (f / INDEX).unlink(), os.mkfifo(f / INDEX))),
+    "a pipe for the config": ("unreadable", lambda f: (
+        (f / "config.json").unlink(), os.mkfifo(f / "config.json"))),
+    "an endless index": ("unreadable", lambda f: (
+        (f / INDEX).unlink(), (f / INDEX).symlink_to("/dev/zero"))),
+    "a huge config": ("unreadable", lambda f: os.truncate(f / "config.json", 1 << 33)),
+    "a name twice in the index": ("index", lambda f: (f / INDEX).write_text(
+        (f / INDEX).read_text("utf-8").replace('_map": {', '_map": {"a":"b","a":"b",'), "utf-8")),
+    "another total size": ("index", lambda f: edit_json(
+        f / INDEX, lambda d: d["metadata"].update(total_size=5))),
+    "total size is no number": ("index", lambda f: edit_json(
+        f / INDEX, lambda d: d["metadata"].update(total_size="abc"))),
+    "far more experts": ("missing", lambda f: edit_json(
+        f / "config.json", lambda d: d["text_config"].update(num_experts=60_000))),
+    "experts beyond reason": ("config", lambda f: edit_json(
+        f / "config.json", lambda d: d["text_config"].update(num_experts=10**12))),
+    "layers beyond reason": ("config", lambda f: edit_json(
+        f / "config.json", lambda d: d["text_config"].update(num_hidden_layers=10**9))),
+    "layers that are no numbers": ("config", lambda f: edit_json(
+        f / "config.json", lambda d: d["text_config"]["linear_attn_config"].update(
+            kda_layers=[1, [2], 3]))),
+    "end token outside the vocabulary": ("config", lambda f: edit_json(
+        f / "config.json", lambda d: (d.update(eos_token_id=10**6),
+                                      d["text_config"].update(eos_token_id=10**6)))),
+    "vision that is no section": ("config", lambda f: edit_json(
+        f / "config.json", lambda d: d.update(vision_config=[]))),
     "other shape": ("shape", _set(NORM, torch.ones(65, dtype=torch.bfloat16))),
     "transposed": ("shape", lambda f: rewrite(
         f, ROUTER, lambda t: t.update({ROUTER: t[ROUTER].T.contiguous()}))),
