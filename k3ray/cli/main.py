@@ -53,6 +53,9 @@ COMMANDS: Mapping[str, Command] = {
         target="k3ray.cli.versions_cmd:versions",
         summary="List weight versions; answer by another one.",
     ),
+    "chaos": Command(
+        target="k3ray.cli.chaos_cmd:app", summary="Hit it on purpose; see what clients saw."
+    ),
     "demo": Command(
         target="k3ray.cli.demo_cmd:demo", summary="Random k3-tiny endpoint with one kill, fast."
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,14 +82,23 @@ class Damage:
 
 
 async def run_load(
-    client: AsyncKimiClient, asks: Sequence[Ask], *, num_streams: int, clock: Clock = monotonic
+    client: AsyncKimiClient,
+    asks: Sequence[Ask],
+    *,
+    num_streams: int,
+    clock: Clock = monotonic,
+    on_tokens: Callable[[int], None] = lambda count: None,
 ) -> list[History]:
-    """Stream every request, at most `num_streams` at once; histories in the order of `asks`."""
+    """Stream every request, at most `num_streams` at once; histories in the order of `asks`.
+
+    Args:
+        on_tokens: Told how many tokens have just arrived.
+    """
     gate = asyncio.Semaphore(num_streams)
 
     async def one(ask: Ask) -> History:
         async with gate:
-            return await _follow(client, ask, clock)
+            return await _follow(client, ask, clock, on_tokens)
 
     return list(await asyncio.gather(*(one(ask) for ask in asks)))
 
@@ -139,7 +148,9 @@ def percentile(values: Iterable[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-async def _follow(client: AsyncKimiClient, ask: Ask, clock: Clock) -> History:
+async def _follow(
+    client: AsyncKimiClient, ask: Ask, clock: Clock, on_tokens: Callable[[int], None]
+) -> History:
     started_s = clock()
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -151,6 +162,7 @@ async def _follow(client: AsyncKimiClient, ask: Ask, clock: Clock) -> History:
             tokens += event.token_ids
             logprobs += event.logprobs
             times_s += [clock()] * len(event.token_ids)
+            on_tokens(len(event.token_ids))
             texts.append(event.text)
             finish = event.finish or finish
     except K3RayError as caught:
