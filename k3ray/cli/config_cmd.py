@@ -100,7 +100,12 @@ def resolve(
         ConfigError: all violations at once; or `preset` given where it means nothing.
     """
     if kind is Kind.MODEL:
-        base = read_release_config(config) if config else preset_config(preset or "k3-nano")
+        if config is not None and preset is not None:
+            raise ConfigError(
+                "both --preset and --config are given", remedy="give one", violations=()
+            )
+        named = "k3-nano" if preset is None else preset
+        base = preset_config(named) if config is None else read_release_config(config)
         if not overrides:
             return base
         return load_config(ModelConfig, None, overrides, base=base.model_dump(mode="json"))

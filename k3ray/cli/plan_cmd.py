@@ -68,7 +68,7 @@ def plan(
             f"--stack-ranks {stack_ranks} does not divide --accelerators {accelerators}",
             remedy="choose a divisor", violations=(),
         )  # fmt: skip
-    model = read_release_config(config) if config else preset_config(preset or "kimi-k3")
+    model = _model_of(preset, config)
     offer = Offer(
         accelerators=accelerators, hbm_bytes=int(hbm_gib * GIB), host_bytes=int(host_gib * GIB),
         cache_bytes=cache_bits // 8, experts=experts, stack_ranks=stack_ranks,
@@ -146,3 +146,9 @@ def render(document: dict[str, Any]) -> str:
 def gib(size_bytes: int) -> str:
     """Bytes as GiB."""
     return f"{size_bytes / GIB:,.2f} GiB"
+
+
+def _model_of(preset: str | None, config: str | None) -> ModelConfig:
+    if config is not None:
+        return read_release_config(config)
+    return preset_config("kimi-k3" if preset is None else preset)

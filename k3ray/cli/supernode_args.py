@@ -23,7 +23,7 @@ def read_spec(config: str | None, overrides: Sequence[str], preset: str | None) 
     Raises:
         ConfigError: all violations at once.
     """
-    chosen = [f"preset={preset}"] if preset else []
+    chosen = [] if preset is None else [f"preset={preset}"]
     return load_config(SupernodeSpec, config, [*chosen, *overrides])
 
 
