@@ -180,6 +180,7 @@ class AttentionStack:
             "incarnation": str(self._spec.incarnation),
             "pid": os.getpid(),
             "hop_retries": self._executors.num_retries,
+            "hop_hedges": self._executors.num_hedges,
             **asdict(engine.stats()),
         }
 

@@ -72,6 +72,11 @@ class StackExecutors:
         """Parts of hops that were sent again because their group was lost."""
         return self._links.num_retries if self._links is not None else 0
 
+    @property
+    def num_hedges(self) -> int:
+        """Parts of hops that were also sent to replicas because their answer was late."""
+        return self._links.num_hedges if self._links is not None else 0
+
     def _report(self, lost: Incarnation, error: TransportError) -> None:
         now_s = monotonic()
         if now_s - self._reported_s.get(lost.actor, -_REPORT_EVERY_S) < _REPORT_EVERY_S:

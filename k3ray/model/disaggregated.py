@@ -3,7 +3,8 @@
 Pairs are split by the groups that hold their experts; each group gets its unique latents once and
 returns one row per pair. The expert forward is pure, so a part whose group was lost is simply sent
 again: to replicas at once where there are any, else to the group's next life, as soon as a newer
-plan names it. Results do not depend on who computed them.
+plan names it. A part whose answer is merely late goes to replicas as well, and the first answer
+counts. Results do not depend on who computed them.
 Legend: T tokens, K experts per token, L latent width, N latent rows, P pairs.
 """
 
@@ -17,8 +18,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from k3ray.clock import Deadline
-from k3ray.errors import CapacityError, DeadlineError, PeerLostError, PlanError, TransportError
+from k3ray.clock import Deadline, monotonic
+from k3ray.errors import (
+    CapacityError,
+    DeadlineError,
+    PeerLostError,
+    PlanError,
+    StaleVersionError,
+    TransportError,
+)
 from k3ray.model.dispatch import (
     Int64Array,
     Part,
@@ -68,6 +76,7 @@ class _Hop:
     plan: int
     peer: GroupPeer | None
     pending: Pending | None
+    sent_s: float = 0.0
     error: TransportError | None = None
 
 
@@ -146,7 +155,9 @@ class DisaggregatedExecutor:
         while True:
             try:
                 pending = self._links.send(peer, message, lane=self._lane)
-                return _Hop(part=part, plan=plan.version, peer=peer, pending=pending)
+                return _Hop(
+                    part=part, plan=plan.version, peer=peer, pending=pending, sent_s=monotonic()
+                )
             except CapacityError:
                 if limit.passed():
                     remedy = "the lane's credits stay used up: raise lanes.*.credit_bytes"
@@ -166,8 +177,7 @@ class DisaggregatedExecutor:
         error = hop.error
         if hop.pending is not None and hop.peer is not None:
             try:
-                reply = self._links.wait(hop.pending, self._hop_deadline(work, hop.peer))
-                return np.asarray(reply.arrays[0], dtype=np.float32)
+                return self._answer(work, hop, hop.pending, hop.peer)
             except (PeerLostError, DeadlineError) as raised:
                 error = raised
             except PlanError:
@@ -185,6 +195,56 @@ class DisaggregatedExecutor:
         plan = self._plan_for(rest, hop, deadline, error)
         self._links.num_retries += 1
         return self._run(rest, plan, deadline)
+
+    def _answer(self, work: _Work, hop: _Hop, pending: Pending, peer: GroupPeer) -> FloatArray:
+        """The part's rows from its group, or from replicas where those are faster."""
+        limit = self._hop_deadline(work, peer)
+        small = self._lane is Lane.SERVE and len(work.latents_NL) <= DECODE_TOKENS
+        if small and self._has_copies(work.layer, hop.part):
+            early_s = max(0.0, hop.sent_s + self._links.hedge_s - monotonic())
+            early = Deadline.after(early_s, operation="expert forward", peer=str(peer.incarnation))
+            if not self._links.wait_any([pending], early):
+                rows = self._hedged(work, hop, pending, peer, limit)
+                if rows is not None:
+                    return rows
+        reply = self._links.wait(pending, limit)
+        if small:
+            self._links.note_hop(monotonic() - hop.sent_s)
+        return np.asarray(reply.arrays[0], dtype=np.float32)
+
+    def _has_copies(self, layer: int, part: Part) -> bool:
+        return len(self._plans.current().holders(layer, int(part.experts_P[0]))) > 1
+
+    def _hedged(
+        self, work: _Work, hop: _Hop, late: Pending, peer: GroupPeer, limit: Deadline
+    ) -> FloatArray | None:
+        """Rows from other holders of a late part's experts; None if there are none, if one of them
+        fails too, or if the late answer comes first (it is read by the caller)."""
+        plan, rest = self._plans.current(), _rest(work, hop.part)
+        avoided = self._links.avoided() | {peer.incarnation}
+        groups_E = choose_holders(plan, work.layer, avoided)
+        parts = split_pairs(rest.rows_P, rest.experts_P, groups_E, num_rows=len(rest.latents_NL))
+        others = [plan.peers.get(part.group) for part in parts]
+        if any(other is None or other.incarnation in avoided for other in others):
+            return None
+        copies = [self._start(rest, part, plan) for part in parts]
+        asked = [copy.pending for copy in copies if copy.pending is not None]
+        if len(asked) < len(copies):
+            return None
+        self._links.num_hedges += 1
+        while not all(pending.done() for pending in asked):
+            still = [pending for pending in (late, *asked) if not pending.done()]
+            if late.done() or not self._links.wait_any(still, limit):
+                return None
+        try:
+            replies = [self._links.wait(pending, limit) for pending in asked]
+        except (TransportError, PlanError, StaleVersionError):
+            return None
+        self._links.pass_over(peer.incarnation)
+        rows_PL = np.empty((len(rest.rows_P), rest.latents_NL.shape[1]), dtype=np.float32)
+        for copy, reply in zip(copies, replies, strict=True):
+            rows_PL[copy.part.pairs] = reply.arrays[0]
+        return rows_PL
 
     def _plan_for(
         self, rest: _Work, hop: _Hop, deadline: Deadline, error: TransportError

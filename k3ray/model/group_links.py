@@ -6,7 +6,8 @@ disconnected, so that a late reply of an old life is dropped and never read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from k3ray.clock import Deadline, monotonic
@@ -35,6 +36,12 @@ class PlanSource(Protocol):
 AVOID_S = 10.0
 """How long a peer that failed once is passed over: by then the controller has verified it."""
 
+PASS_OVER_S = 1.0
+"""How long a peer that was late once is passed over."""
+
+HEDGE_LEAST_S = 0.02
+_HOPS_KEPT, _HOPS_PER_LOOK = 512, 64
+
 LostCallback = Callable[[Incarnation, TransportError], None]
 """Told of every peer that died or missed a deadline; must return at once."""
 
@@ -56,8 +63,13 @@ class GroupLinks:
         self._on_lost = on_lost
         self._connected: dict[str, Incarnation] = {}
         self._avoided: dict[Incarnation, float] = {}
+        self._hops_s: deque[float] = deque(maxlen=_HOPS_KEPT)
+        self._num_hops = 0
+        self._hedge_s = HEDGE_LEAST_S
         self.num_retries = 0
         """Parts that had to be sent again, to a replica or to another life of their group."""
+        self.num_hedges = 0
+        """Parts that were also sent to replicas because their answer was late."""
 
     def send(self, peer: GroupPeer, message: Message, *, lane: Lane) -> Pending:
         """Send to the current life of a group, connecting first if needed.
@@ -79,6 +91,28 @@ class GroupLinks:
     def wait(self, pending: Pending, deadline: Deadline) -> Message:
         """The reply of one request; raises as `Client.wait`."""
         return self._client.wait([pending], deadline)[0]
+
+    def wait_any(self, pendings: Sequence[Pending], deadline: Deadline) -> bool:
+        """Whether one of them is done by the deadline."""
+        return self._client.wait_any(pendings, deadline)
+
+    @property
+    def hedge_s(self) -> float:
+        """A hop that takes longer is also sent to replicas: max(20 ms, 5 x the p99 of hops)."""
+        return self._hedge_s
+
+    def note_hop(self, took_s: float) -> None:
+        """A hop of a small batch was answered."""
+        self._hops_s.append(took_s)
+        self._num_hops += 1
+        if self._num_hops % _HOPS_PER_LOOK == 0:
+            p99_s = sorted(self._hops_s)[int(0.99 * (len(self._hops_s) - 1))]
+            self._hedge_s = max(HEDGE_LEAST_S, 5 * p99_s)
+
+    def pass_over(self, incarnation: Incarnation) -> None:
+        """A replica was faster than this late peer: prefer replicas for a moment. Whether it is
+        lost is for others to say."""
+        self._avoided[incarnation] = monotonic() + PASS_OVER_S
 
     def suspect(self, incarnation: Incarnation, error: TransportError) -> None:
         """Pass on that a peer seems dead or stuck, and prefer its replicas for a while."""

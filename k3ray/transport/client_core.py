@@ -85,6 +85,16 @@ class ClientCore(ABC, Generic[AnyChannel]):
             if left_s == 0.0 and any(pending.outcome is None for pending in mine):
                 raise self._give_up(mine, deadline)
 
+    def wait_any(self, pendings: Sequence[Pending], deadline: Deadline) -> bool:
+        """Whether one is done by the deadline; see `Client.wait_any`."""
+        mine = [self._own(pending) for pending in pendings]
+        while not any(pending.outcome is not None for pending in mine):
+            left_s = deadline.left_s()
+            self._pump([self._channels[peer] for peer in {p.peer for p in mine}], left_s)
+            if left_s == 0.0:
+                return any(pending.outcome is not None for pending in mine)
+        return True
+
     def disconnect(self, peer: Incarnation) -> None:
         """Close the channel; what is in flight fails, late replies are dropped."""
         channel = self._channels.pop(peer, None)

@@ -100,6 +100,11 @@ class Client(Protocol):
         """
         ...
 
+    def wait_any(self, pendings: Sequence[Pending], deadline: Deadline) -> bool:
+        """Whether one of `pendings` is done (a reply or an error) by the deadline; none is given
+        up."""
+        ...
+
     def disconnect(self, peer: Incarnation) -> None:
         """Close the channel; late replies are dropped."""
         ...

@@ -1,5 +1,6 @@
 """Local = disaggregated, bit for bit, under any partition; a lost group changes nothing."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +12,10 @@ from k3ray.errors import PeerLostError, PlanError, StaleVersionError
 from k3ray.model.disaggregated import DisaggregatedExecutor, HopLimits
 from k3ray.model.expert_bank import ExpertBank
 from k3ray.model.expert_stack import all_experts
-from k3ray.model.group_links import GroupLinks
+from k3ray.model.group_links import HEDGE_LEAST_S, GroupLinks
 from k3ray.model.local_executor import LocalExecutor
 from k3ray.placement.plan import PlacementPlan, replace_peer
+from k3ray.transport.protocol import Lane
 from tests.support.direct_client import (
     PlanBox,
     group_handler,
@@ -191,6 +193,81 @@ def test_a_slow_group_is_passed_over_and_asked_again_where_there_is_no_other(tmp
         executor = DisaggregatedExecutor(GroupLinks(client), plans, version=VERSION)
         assert torch.equal(executor.forward(CFG.moe_layers[0], *_batch(32)), _local(32)[0])
         assert sent.count(slow) == (2 if replication == 1 else 1)
+
+
+class Silent:
+    """A pending that is done when the test says so."""
+
+    def __init__(self, peer):
+        self.peer, self.reply = peer, None
+
+    def done(self):
+        return self.reply is not None
+
+
+@pytest.mark.parametrize("how", ["never", "later than the copy", "before the copy", "copy fails"])
+def test_a_late_group_is_hedged_by_its_replicas(how, tmp_path):
+    client, plans = _remote(PARTITIONS["two"], tmp_path, replication=2)
+    plans.on_wait = lambda: pytest.fail("waited for a plan")
+    late, other = (plans.plan.peers[g].incarnation for g in ("group-1", "group-0"))
+    send, wait, sent, silent = client.send, client.wait, [], []
+
+    def send_late(peer, message, *, lane):
+        sent.append((peer, time.monotonic()))
+        answer = send(peer, message, lane=lane)
+        if peer == late and not silent:
+            silent.append((Silent(peer), answer))
+            return silent[0][0]
+        if silent and how == "before the copy":
+            silent[0][0].reply = silent[0][1]
+        if silent and how == "copy fails" and peer == other:
+            client.kill(other)
+        return answer
+
+    def wait_late(pendings, deadline):
+        if isinstance(pendings[0], Silent):
+            if pendings[0].reply is None and how == "copy fails":
+                pendings[0].reply = silent[0][1]  # it was only slow
+            assert pendings[0].reply is not None, "waited for the late one though a copy was there"
+            return wait([silent[0][1]], deadline)
+        return wait(pendings, deadline)
+
+    def wait_any(pendings, deadline):
+        if any(p.done() for p in pendings):
+            return True
+        time.sleep(deadline.left_s())
+        return False
+
+    client.send, client.wait, client.wait_any = send_late, wait_late, wait_any
+    links = GroupLinks(client)
+    executor = DisaggregatedExecutor(links, plans, version=VERSION)
+    first, second = CFG.moe_layers[:2]
+    assert torch.equal(executor.forward(first, *_batch(32)), _local(32)[0])
+    assert [peer for peer, _ in sent] == [other, late, other]
+    assert sent[2][1] - sent[1][1] >= HEDGE_LEAST_S
+    assert (links.num_hedges, links.num_retries) == (1, 0)
+    if how in ("never", "later than the copy"):
+        assert torch.equal(executor.forward(second, *_batch(32)), _local(32)[1])
+        assert [peer for peer, _ in sent[3:]] == [other], "passed over for a moment"
+
+
+def test_nothing_is_hedged_without_replicas_or_on_other_lanes(tmp_path):
+    for replication, lane in ((1, Lane.SERVE), (2, Lane.SCORE)):
+        client, plans = _remote(PARTITIONS["two"], tmp_path, replication=replication)
+        client.wait_any = lambda *_: pytest.fail("looked for a late answer")
+        executor = DisaggregatedExecutor(GroupLinks(client), plans, version=VERSION, lane=lane)
+        assert torch.equal(executor.forward(CFG.moe_layers[0], *_batch(32)), _local(32)[0])
+
+
+def test_the_hedge_follows_the_p99_of_hops(tmp_path):
+    client, _ = _remote(PARTITIONS["one"], tmp_path)
+    links = GroupLinks(client)
+    for _ in range(640):
+        links.note_hop(0.001)
+    assert links.hedge_s == HEDGE_LEAST_S
+    for _ in range(640):
+        links.note_hop(0.01)
+    assert links.hedge_s == pytest.approx(0.05)
 
 
 def test_unknown_version_is_refused(tmp_path):

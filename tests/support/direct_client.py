@@ -77,6 +77,10 @@ class DirectClient:
             replies.append(pending.reply)
         return replies
 
+    def wait_any(self, pendings: Sequence[Pending], deadline: Deadline) -> bool:
+        """All are done."""
+        return True
+
     def disconnect(self, peer: Incarnation) -> None:
         """Nothing to do."""
 

@@ -227,3 +227,28 @@ def test_overload_is_refused_at_the_bound(world: World) -> None:
     assert (counters.requests, counters.bytes_in) == (len(pendings), 1_000 * len(pendings))
     assert counters.bytes_out == counters.bytes_in
     assert counters.busy_s > 0
+
+
+def test_waiting_for_any_gives_up_none(world: World) -> None:
+    gate = Gate()
+    _, client = world.pair(gate)
+    held = client.send(GROUP, Message(op="hold"), lane=Lane.SERVE)
+    assert not client.wait_any([held], limit(0.05))
+    assert not client.wait_any([held], limit(0.0))
+    assert not held.done()
+    other = client.send(GROUP, Message(op="echo"), lane=Lane.SERVE)
+    gate.open.set()
+    assert client.wait_any([held, other], limit())
+    assert [reply.op for reply in client.wait([held, other], limit())] == ["hold", "echo"]
+    assert client.wait_any([other, held], limit(0.0)), "one that is done needs no wait"
+
+
+def test_waiting_for_any_ends_with_the_peer(world: World) -> None:
+    gate = Gate()
+    _, client = world.pair(gate)
+    held = client.send(GROUP, Message(op="hold"), lane=Lane.SERVE)
+    client.disconnect(GROUP)
+    assert client.wait_any([held], limit())
+    gate.open.set()
+    with pytest.raises(PeerLostError):
+        client.wait([held], limit())
