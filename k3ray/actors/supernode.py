@@ -157,7 +157,7 @@ def ensure_up(
         PlacementError: the cluster cannot hold it (the message has the arithmetic).
     """
     digest = config_digest(spec)
-    with locked(home, home.lock_file, what="k3ray up or down"):
+    with locked(home, home.lock_file, what="k3ray up or down", say=say):
         info = ClusterInfo.read(home.cluster_file)
         if info is not None and is_running(home):
             if info.spec_digest != digest:
@@ -190,7 +190,7 @@ def resume(home: Home, *, say: Say = print) -> tuple[Supernode, LastUp]:
         except (K3RayError, ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
             say(f"what is left of it does not work ({type(error).__name__}), ending it")
             ray.shutdown()
-            with locked(home, home.lock_file, what="k3ray up or down"):
+            with locked(home, home.lock_file, what="k3ray up or down", say=say):
                 stop_local_ray(home, grace_s=1.0)
                 home.cluster_file.unlink(missing_ok=True)
         else:
@@ -282,7 +282,7 @@ def down(home: Home, *, say: Say = print) -> list[int]:
 
     The journal and the weight store stay. Returns pids that would not die (normally none).
     """
-    with locked(home, home.lock_file, what="k3ray up or down"):
+    with locked(home, home.lock_file, what="k3ray up or down", say=say):
         if is_running(home):
             _stop_politely(home, say)
         left = stop_local_ray(home)
@@ -347,7 +347,9 @@ def make_home(home: Home) -> None:
 
 
 @contextmanager
-def locked(home: Home, lock_file: Path, *, what: str, limit_s: float = 300.0) -> Iterator[None]:
+def locked(
+    home: Home, lock_file: Path, *, what: str, say: Say = lambda _: None, limit_s: float = 300.0
+) -> Iterator[None]:
     """Hold one of the home's lock files; waits at most `limit_s`, the death of a holder frees it.
 
     Raises:
@@ -357,11 +359,15 @@ def locked(home: Home, lock_file: Path, *, what: str, limit_s: float = 300.0) ->
     make_home(home)
     deadline = Deadline.after(limit_s, operation="lock", peer=str(lock_file))
     with lock_file.open("w") as file:
+        waits = False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                if not waits:
+                    say(f"waiting for another {what} on this home")
+                waits = True
                 deadline.check(remedy=f"another {what} is running on this home")
                 time.sleep(0.2)
         yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -122,6 +123,7 @@ def check(name: str, produce: Callable[[State], None]) -> dict[str, object]:
     took_s = time.monotonic() - started_s
     with socket.socket() as probe:
         listening = probe.connect_ex(("127.0.0.1", state.port)) == 0
+    shutil.rmtree(state.home.root, ignore_errors=True)
     return {
         "state": name,
         "down_s": round(took_s, 1),
