@@ -1,7 +1,8 @@
 """AdamW into a shadow: new parameter and moments beside the old ones, which stay as they are.
 
 The operations and their order are torch.optim.AdamW's (single tensor, not fused), so the results
-are equal bit for bit. All float32; gradients may be scaled first (clipping).
+are equal bit for bit; each writes straight into the shadow, since an optimizer step is bound by
+memory traffic. All float32; gradients may be scaled first (clipping).
 """
 
 from __future__ import annotations
@@ -34,18 +35,17 @@ def adamw_into(
         plan: The update.
         decay: Whether weight decay applies to this parameter.
     """
-    for target, source in ((out.master, old.master), (out.m, old.m), (out.v, old.v)):
-        target.copy_(source)
     if plan.skip:
+        for target, source in ((out.master, old.master), (out.m, old.m), (out.v, old.v)):
+            target.copy_(source)
         return
     if plan.grad_scale != 1.0:
         grad = grad * plan.grad_scale
     step = plan.num_updates + 1
-    if decay:
-        out.master.mul_(1 - plan.lr * plan.weight_decay)
-    out.m.lerp_(grad, 1 - plan.beta1)
-    out.v.mul_(plan.beta2).addcmul_(grad, grad, value=1 - plan.beta2)
+    torch.lerp(old.m, grad, 1 - plan.beta1, out=out.m)
+    torch.mul(old.v, plan.beta2, out=out.v).addcmul_(grad, grad, value=1 - plan.beta2)
     step_size = plan.lr / (1 - plan.beta1**step)
     root = (1 - plan.beta2**step) ** 0.5
-    denominator = (out.v.sqrt() / root).add_(plan.eps)
-    out.master.addcdiv_(out.m, denominator, value=-step_size)
+    denominator = out.v.sqrt().div_(root).add_(plan.eps)
+    kept = 1 - plan.lr * plan.weight_decay if decay else 1.0
+    torch.mul(old.master, kept, out=out.master).addcdiv_(out.m, denominator, value=-step_size)
