@@ -48,7 +48,7 @@ from k3ray.control.view import serving_stacks
 from k3ray.errors import ConfigError, K3RayError, StaleVersionError, SupernodeError
 from k3ray.ids import Incarnation, Role
 from k3ray.placement.fits import check_resources
-from k3ray.placement.layout import even_partition
+from k3ray.placement.layout import partition_of
 from k3ray.placement.plan import PlacementPlan
 from k3ray.weights.store import WeightStore
 
@@ -69,7 +69,7 @@ class ControllerCore(TrainingMethods):
 
     def __init__(self, spec: SupernodeSpec, folders: Folders) -> None:
         text = resolve_model(spec).text_config
-        partition = spec.partition or even_partition(text.num_experts, spec.groups)
+        partition = partition_of(spec, text.num_experts)
         folders.journal_file.parent.mkdir(parents=True, exist_ok=True)
         ledger = Ledger(Journal.open(folders.journal_file))
         if ledger.journal.torn is not None:

@@ -42,7 +42,7 @@ from k3ray.config.resolve import resolve_model
 from k3ray.config.supernode import SupernodeSpec
 from k3ray.control.view import group_ids
 from k3ray.errors import K3RayError, SupernodeError, TransportError
-from k3ray.placement.layout import even_partition, first_layout
+from k3ray.placement.layout import first_layout, partition_of
 
 Say = Callable[[str], None]
 
@@ -315,8 +315,8 @@ def _stop_politely(home: Home, say: Say) -> None:
 def check_layout(spec: SupernodeSpec) -> None:
     """Raise `PlanError` when the spec's partition and replication make no layout of its model."""
     experts = resolve_model(spec).text_config.num_experts
-    partition = spec.partition or even_partition(experts, spec.groups)
-    first_layout(partition, group_ids(spec.groups), spec.replication, experts)
+    groups = group_ids(spec.groups)
+    first_layout(partition_of(spec, experts), groups, spec.replication, experts)
 
 
 def check_disk(home: Home, *, needed_bytes: int = 1 << 30) -> None:

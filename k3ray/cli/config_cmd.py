@@ -15,8 +15,7 @@ from k3ray.config.count import count_parameters
 from k3ray.config.jobs import CurateConfig, PretrainConfig
 from k3ray.config.load import config_digest, load_config, to_yaml
 from k3ray.config.model import ModelConfig
-from k3ray.config.release import read_release_config
-from k3ray.config.resolve import preset_config, resolve_model
+from k3ray.config.resolve import named_model, resolve_model
 from k3ray.config.supernode import SupernodeSpec
 from k3ray.errors import ConfigError
 
@@ -100,12 +99,7 @@ def resolve(
         ConfigError: all violations at once; or `preset` given where it means nothing.
     """
     if kind is Kind.MODEL:
-        if config is not None and preset is not None:
-            raise ConfigError(
-                "both --preset and --config are given", remedy="give one", violations=()
-            )
-        named = "k3-nano" if preset is None else preset
-        base = preset_config(named) if config is None else read_release_config(config)
+        base = named_model(preset, config, default="k3-nano")
         if not overrides:
             return base
         return load_config(ModelConfig, None, overrides, base=base.model_dump(mode="json"))

@@ -12,8 +12,7 @@ import typer
 from k3ray.config.count import count_parameters
 from k3ray.config.model import ModelConfig
 from k3ray.config.numeric import ExpertFormat, NumericMode
-from k3ray.config.release import read_release_config
-from k3ray.config.resolve import preset_config
+from k3ray.config.resolve import named_model
 from k3ray.errors import ConfigError, PlacementError
 from k3ray.placement.memory_plan import (
     GIB,
@@ -56,8 +55,6 @@ def plan(
 ) -> None:
     """Parameters, checkpoint bytes, memory per rank, cache, state. Exit status 2 when serving does
     not fit; what training needs is told beside it and decides nothing."""
-    if preset is not None and config is not None:
-        raise ConfigError("both --preset and --config are given", remedy="give one", violations=())
     for name, value in (("--hbm-gib", hbm_gib), ("--host-gib", host_gib)):
         if math.isnan(value):
             raise ConfigError(f"{name} is not a number", remedy="give GiB", violations=())
@@ -68,7 +65,7 @@ def plan(
             f"--stack-ranks {stack_ranks} does not divide --accelerators {accelerators}",
             remedy="choose a divisor", violations=(),
         )  # fmt: skip
-    model = _model_of(preset, config)
+    model = named_model(preset, config, default="kimi-k3")
     offer = Offer(
         accelerators=accelerators, hbm_bytes=int(hbm_gib * GIB), host_bytes=int(host_gib * GIB),
         cache_bytes=cache_bits // 8, experts=experts, stack_ranks=stack_ranks,
@@ -146,9 +143,3 @@ def render(document: dict[str, Any]) -> str:
 def gib(size_bytes: int) -> str:
     """Bytes as GiB."""
     return f"{size_bytes / GIB:,.2f} GiB"
-
-
-def _model_of(preset: str | None, config: str | None) -> ModelConfig:
-    if config is not None:
-        return read_release_config(config)
-    return preset_config("kimi-k3" if preset is None else preset)

@@ -14,8 +14,8 @@ from pydantic import Field, model_validator
 
 from k3ray.config.base import Strict
 
-MAX_SIZE = 1 << 30
-"""Beyond any model; keeps a hostile config from costing memory before it is refused."""
+MAX_SIZE, MAX_LAYERS, MAX_EXPERTS = 1 << 30, 4096, 1 << 16
+"""Beyond any model; keep a hostile config from costing memory before it is refused."""
 
 
 class LayerKind(StrEnum):
@@ -42,7 +42,7 @@ class TextConfig(Strict):
     vocab_size: int = Field(gt=256, le=MAX_SIZE)
     hidden_size: int = Field(gt=0, le=MAX_SIZE)
     intermediate_size: int = Field(gt=0, le=MAX_SIZE)
-    num_hidden_layers: int = Field(gt=0, le=4096)
+    num_hidden_layers: int = Field(gt=0, le=MAX_LAYERS)
     num_attention_heads: int = Field(gt=0, le=MAX_SIZE)
     num_key_value_heads: int = Field(gt=0, le=MAX_SIZE)
     max_position_embeddings: int = Field(gt=0, le=MAX_SIZE)
@@ -51,7 +51,7 @@ class TextConfig(Strict):
     qk_nope_head_dim: int = Field(gt=0, le=MAX_SIZE)
     qk_rope_head_dim: int = Field(gt=0, le=MAX_SIZE)
     v_head_dim: int = Field(gt=0, le=MAX_SIZE)
-    num_experts: int = Field(gt=0, le=1 << 16)
+    num_experts: int = Field(gt=0, le=MAX_EXPERTS)
     num_experts_per_token: int = Field(gt=0, le=MAX_SIZE)
     num_shared_experts: int = Field(gt=0, le=MAX_SIZE)
     moe_intermediate_size: int = Field(gt=0, le=MAX_SIZE)
@@ -130,7 +130,7 @@ class VisionConfig(Strict):
     pos_emb_type: str = "divided_fixed"
     pos_emb_interpolation_mode: str = "bilinear"
     vt_hidden_size: int = Field(default=1024, gt=0, le=MAX_SIZE)
-    vt_num_hidden_layers: int = Field(default=27, gt=0, le=4096)
+    vt_num_hidden_layers: int = Field(default=27, gt=0, le=MAX_LAYERS)
     vt_num_attention_heads: int = Field(default=12, gt=0, le=MAX_SIZE)
     qkv_hidden_size: int = Field(default=1536, gt=0, le=MAX_SIZE)
     vt_intermediate_size: int = Field(default=4096, gt=0, le=MAX_SIZE)

@@ -16,11 +16,16 @@ from pydantic import ValidationError
 
 from k3ray.config import release_facts as facts
 from k3ray.config.load import config_error, read_mapping
-from k3ray.config.model import LinearAttnConfig, ModelConfig, TextConfig, VisionConfig
+from k3ray.config.model import (
+    MAX_LAYERS,
+    LinearAttnConfig,
+    ModelConfig,
+    TextConfig,
+    VisionConfig,
+)
 from k3ray.config.violations import describe
 
 _MISSING = object()
-MAX_LAYERS = 4096
 
 
 def read_release_config(path: str) -> ModelConfig:

@@ -37,6 +37,19 @@ def resolve_tokenizer(spec: SupernodeSpec) -> str | None:
     return next((str(file) for file in beside if file.is_file()), None)
 
 
+def named_model(preset: str | None, config: str | None, *, default: str) -> ModelConfig:
+    """The model of a preset or of a release's `config.json`, whichever is named.
+
+    Raises:
+        ConfigError: both are named, or as `preset_config` and `read_release_config`.
+    """
+    if config is None:
+        return preset_config(default if preset is None else preset)
+    if preset is not None:
+        raise ConfigError("both --preset and --config are given", remedy="give one", violations=())
+    return read_release_config(config)
+
+
 def preset_config(name: str) -> ModelConfig:
     """The preset called `name`.
 

@@ -34,6 +34,7 @@ from k3ray.control.view import (
     ActorView,
     ClusterView,
     LayoutView,
+    PinView,
     VersionView,
     stack_ids,
     wanted_groups,
@@ -77,21 +78,9 @@ def _endings(spec: SupernodeSpec, view: ClusterView, now_s: float) -> Iterator[C
                 lease_id=lease.lease_id, line=lease.line, reason=f"job {lease.job!r}: {why}"
             )
     for pin in view.pins:
-        if now_s - pin.since_s >= spec.max_pin_age_s:
-            yield ExpirePin(
-                request_id=pin.request_id,
-                version=pin.version,
-                reason=f"pinned for {now_s - pin.since_s:.0f} s (max {spec.max_pin_age_s:g})",
-            )
-        elif (
-            pin.orphan_since_s is not None
-            and now_s - pin.orphan_since_s >= spec.engine.orphan_timeout_s
-        ):
-            yield ExpirePin(
-                request_id=pin.request_id,
-                version=pin.version,
-                reason=f"{pin.holder} ended {now_s - pin.orphan_since_s:.0f} s ago",
-            )
+        ending = _end_of_pin(spec, pin, now_s)
+        if ending is not None:
+            yield ExpirePin(request_id=pin.request_id, version=pin.version, reason=ending)
     expiring = {
         lease.line for lease in view.leases if lease.holder_gone or now_s >= lease.deadline_s
     }
@@ -105,6 +94,18 @@ def _endings(spec: SupernodeSpec, view: ClusterView, now_s: float) -> Iterator[C
                 line=attempt.line, step=attempt.step, attempt=attempt.attempt,
                 reason=f"began under plan {attempt.plan}, {why}",
             )  # fmt: skip
+
+
+def _end_of_pin(spec: SupernodeSpec, pin: PinView, now_s: float) -> str | None:
+    """Why a pin ends now; None while it lasts."""
+    age_s = now_s - pin.since_s
+    if age_s >= spec.max_pin_age_s:
+        return f"pinned for {age_s:.0f} s (max {spec.max_pin_age_s:g})"
+    if pin.orphan_since_s is None:
+        return None
+    alone_s = now_s - pin.orphan_since_s
+    late = alone_s >= spec.engine.orphan_timeout_s
+    return f"{pin.holder} ended {alone_s:.0f} s ago" if late else None
 
 
 def _serves_in_plan(view: ClusterView, group: str) -> bool:

@@ -14,6 +14,7 @@ from k3ray.control.ledger import Ledger
 from k3ray.control.records import Scaled, Size
 from k3ray.control.view import LayoutView, ScaleView, group_ids, stack_ids
 from k3ray.errors import ScalingError
+from k3ray.ids import Role
 from k3ray.placement.layout import Layout, MovePlan, moves_between, rescale
 
 
@@ -60,16 +61,20 @@ class ScaleLedger:
         layouts = (self.old_layout, self.layout, self.next_layout)
         return {layout.number: layout for layout in layouts if layout is not None}
 
-    def known_stacks(self) -> tuple[str, ...]:
+    def _known_stacks(self) -> tuple[str, ...]:
         """Stacks of the spec, and during a change those it takes away."""
         scale = self.view()
         most = max(self.spec.stacks, scale.previous.stacks if scale else 0)
         return stack_ids(self.spec.model_copy(update={"stacks": most}))
 
-    def wanted_actors(self) -> frozenset[str]:
+    def wanted_actors(self) -> dict[str, Role]:
         """Groups of the live layouts, stacks of the spec and those that a change takes away."""
-        groups = (group for layout in self.live_layouts().values() for group in layout.groups)
-        return frozenset((*groups, *self.known_stacks()))
+        layouts = self.live_layouts().values()
+        groups = (group for layout in layouts for group in layout.groups)
+        return {
+            **dict.fromkeys(groups, Role.EXPERT_GROUP),
+            **dict.fromkeys(self._known_stacks(), Role.ATTENTION_STACK),
+        }
 
     def begin(self, size: Size, reason: str, now_s: float) -> MovePlan | None:
         """Want another size from here on; what has to be loaded for it if the groups change.

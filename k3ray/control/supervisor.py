@@ -117,14 +117,9 @@ class Supervisor:
 
     def _add_actors(self, now_s: float) -> None:
         """Know the actors that are wanted, and stacks that a change takes away."""
-        layouts = self.scaling.live_layouts().values()
-        groups = dict.fromkeys(group for layout in layouts for group in layout.groups)
-        for name in groups:
+        for name, role in self.scaling.wanted_actors().items():
             if name not in self.actors:
-                self.actors[name] = self._first_view(name, Role.EXPERT_GROUP, now_s)
-        for name in self.scaling.known_stacks():
-            if name not in self.actors:
-                self.actors[name] = self._first_view(name, Role.ATTENTION_STACK, now_s)
+                self.actors[name] = self._first_view(name, role, now_s)
 
     def forget(self, actor: str) -> None:
         """An actor that the spec no longer has is gone."""

@@ -116,25 +116,31 @@ def check_sampling(params: SamplingParams, *, vocab_size: int) -> None:
         "frequency_penalty": math.isfinite(params.frequency_penalty),
         "max_tokens": params.max_tokens >= 0,
         "num_logprobs": 0 <= params.num_logprobs <= MAX_LOGPROBS,
-        "logit_bias": all(
-            0 <= token < vocab_size and math.isfinite(bias) for token, bias in params.logit_bias
-        ),
         "stop_token_ids": all(0 <= token < vocab_size for token in params.stop_token_ids),
     }
     for name, good in in_range.items():
-        if name == "logit_bias" and not good:
-            wrong = [token for token, _ in params.logit_bias if not 0 <= token < vocab_size]
-            raise BadRequestError(
-                f"logit_bias: token {wrong[0]} is outside [0, {vocab_size})"
-                if wrong else "logit_bias: a bias is not finite",
-                remedy="use the served tokenizer's ids and numbers from -100 to 100", param=name,
-            )  # fmt: skip
         if not good:
             raise BadRequestError(
                 f"{name} is out of range: {getattr(params, name)!r}",
                 remedy=f"see the allowed range of {name}",
                 param=name,
             )
+    for token, bias in params.logit_bias:
+        _check_bias(token, bias, vocab_size)
+
+
+def _check_bias(token: int, bias: float, vocab_size: int) -> None:
+    if not 0 <= token < vocab_size:
+        problem = f"token {token} is outside [0, {vocab_size})"
+    elif not math.isfinite(bias):
+        problem = "a bias is not finite"
+    else:
+        return
+    raise BadRequestError(
+        f"logit_bias: {problem}",
+        remedy="use the served tokenizer's ids and numbers from -100 to 100",
+        param="logit_bias",
+    )
 
 
 def _penalised(raw_V: Floats, params: SamplingParams, counts: Mapping[int, int]) -> Floats:

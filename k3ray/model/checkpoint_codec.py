@@ -96,7 +96,10 @@ def check_numbers(checkpoint: Checkpoint) -> Iterator[TensorSpec]:
         CheckpointError: `kind` "number", or a file that cannot be read.
     """
     for spec in checkpoint.by_file():
-        _checked_bytes(checkpoint, spec)
+        if spec.dtype == "U8":
+            _check_codes(checkpoint, spec)
+        else:
+            _finite(checkpoint, spec.name)
         yield spec
 
 
@@ -192,14 +195,18 @@ def _generator(seed: int, name: str) -> torch.Generator:
 
 def _checked_bytes(checkpoint: Checkpoint, spec: TensorSpec) -> bytearray:
     """A tensor's bytes, once its numbers are known to be finite (codes with their scales)."""
-    if spec.dtype == "U8":
-        if spec.name.endswith(SCALE):
-            read_matrix(checkpoint, spec.name.removeprefix(TEXT_PREFIX).replace(SCALE, ".weight"))
-        return checkpoint.read(spec.name)
     data = checkpoint.read(spec.name)
-    if not bool(torch.isfinite(from_bytes(spec, data)).all()):
+    if spec.dtype == "U8":
+        _check_codes(checkpoint, spec)
+    elif not bool(torch.isfinite(from_bytes(spec, data)).all()):
         raise _bad_number(checkpoint, spec.name)
     return data
+
+
+def _check_codes(checkpoint: Checkpoint, spec: TensorSpec) -> None:
+    """Codes are checked with their scales, once, where the scales are."""
+    if spec.name.endswith(SCALE):
+        read_matrix(checkpoint, spec.name.removeprefix(TEXT_PREFIX).replace(SCALE, ".weight"))
 
 
 def _finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:

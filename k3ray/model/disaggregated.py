@@ -27,6 +27,7 @@ from k3ray.errors import (
     StaleVersionError,
     TransportError,
 )
+from k3ray.ids import Incarnation
 from k3ray.model.dispatch import (
     Int64Array,
     Part,
@@ -222,11 +223,10 @@ class DisaggregatedExecutor:
         fails too, or if the late answer comes first (it is read by the caller)."""
         plan, rest = self._plans.current(), _rest(work, hop.part)
         avoided = self._links.avoided() | {peer.incarnation}
+        if not _is_good(plan, rest, avoided):
+            return None
         groups_E = choose_holders(plan, work.layer, avoided)
         parts = split_pairs(rest.rows_P, rest.experts_P, groups_E, num_rows=len(rest.latents_NL))
-        others = [plan.peers.get(part.group) for part in parts]
-        if any(other is None or other.incarnation in avoided for other in others):
-            return None
         copies = [self._start(rest, part, plan) for part in parts]
         asked = [copy.pending for copy in copies if copy.pending is not None]
         if len(asked) < len(copies):
@@ -253,7 +253,7 @@ class DisaggregatedExecutor:
         is needed, or the current one when its group is merely slow (its answer may yet come)."""
         while True:
             plan = self._plans.current()
-            if self._is_good(plan, rest):
+            if _is_good(plan, rest, self._links.avoided()):
                 return plan
             if deadline.passed():
                 raise error
@@ -268,12 +268,6 @@ class DisaggregatedExecutor:
                     Deadline.after(part_s, operation="a newer plan", peer="controller"),
                 )
 
-    def _is_good(self, plan: PlacementPlan, work: _Work) -> bool:
-        avoided = self._links.avoided()
-        groups_E = choose_holders(plan, work.layer, avoided)
-        peers = [plan.peers.get(groups_E[expert]) for expert in set(work.experts_P.tolist())]
-        return all(peer is not None and peer.incarnation not in avoided for peer in peers)
-
     def _hop_deadline(self, work: _Work, peer: GroupPeer) -> Deadline:
         small = len(work.latents_NL) <= DECODE_TOKENS
         return Deadline.after(
@@ -281,6 +275,13 @@ class DisaggregatedExecutor:
             operation="expert forward",
             peer=str(peer.incarnation),
         )
+
+
+def _is_good(plan: PlacementPlan, work: _Work, avoided: frozenset[Incarnation]) -> bool:
+    """Whether every expert of `work` has a live holder that is not avoided."""
+    groups_E = choose_holders(plan, work.layer, avoided)
+    peers = [plan.peers.get(groups_E[expert]) for expert in set(work.experts_P.tolist())]
+    return all(peer is not None and peer.incarnation not in avoided for peer in peers)
 
 
 def _not_in(plan: PlacementPlan, group: str) -> PeerLostError:

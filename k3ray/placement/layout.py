@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import networkx as nx
 
 from k3ray.config.model import TextConfig
+from k3ray.config.supernode import SupernodeSpec
 from k3ray.errors import PlanError
 from k3ray.placement.plan import Held, Homes, Replicas
 
@@ -246,6 +247,15 @@ def even_partition(num_experts: int, num_groups: int) -> tuple[tuple[int, ...], 
     size, larger = divmod(num_experts, num_groups)
     starts = [index * size + min(index, larger) for index in range(num_groups + 1)]
     return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(starts))
+
+
+def partition_of(spec: SupernodeSpec, num_experts: int) -> tuple[tuple[int, ...], ...]:
+    """The experts of each group as a spec asks for them, an even share each by default.
+
+    Raises:
+        PlanError: more groups than experts.
+    """
+    return spec.partition or even_partition(num_experts, spec.groups)
 
 
 def joined(shares: Collection[GroupShare]) -> Held:

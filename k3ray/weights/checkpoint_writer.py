@@ -191,7 +191,7 @@ def _rename(one: Path, other: Path, flag: int) -> None:
     done = libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), flag)
     if done != 0:
         code = ctypes.get_errno()
-        if code in (errno.EINVAL, errno.ENOSYS):
+        if code in _NO_SUCH_RENAME:
             raise OSError(
                 code, "this file system cannot put a folder in place atomically", str(other)
             )

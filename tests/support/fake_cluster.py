@@ -39,7 +39,7 @@ from k3ray.control.supervisor import ProcessFacts, Supervisor
 from k3ray.control.training import TrainingLedger
 from k3ray.control.view import ActorState, ClusterView
 from k3ray.ids import Incarnation
-from k3ray.placement.layout import even_partition
+from k3ray.placement.layout import partition_of
 from k3ray.placement.plan import validate_plan
 from k3ray.weights.version import WeightVersion
 
@@ -65,7 +65,7 @@ class FakeCluster:
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(Journal.open(self.journal_file))
-        partition = self.spec.partition or even_partition(TEXT.num_experts, self.spec.groups)
+        partition = partition_of(self.spec, TEXT.num_experts)
         self.supervisor = Supervisor(self.spec, TEXT, partition, self.ledger, now_s=self.now_s)
         self.training = TrainingLedger(self.ledger, ttl_s=self.spec.lease_ttl_s, now_s=self.now_s)
 
